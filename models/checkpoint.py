@@ -1,0 +1,310 @@
+"""Checkpoint files: our own format, upstream's format, and the way from either to a model.
+
+Our files hold tensors and plain values only, so ``torch.load(path, weights_only=True)`` opens them anywhere, without
+this repository. Upstream's files hold whole pickled objects; they are read as data by :mod:`models.safe_reader`.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from models.graph import DetectionModel
+from models.safe_reader import ForeignObject, WeightsFileError, foreign_state_dict, read_torch_file
+from utils.files import atomic_write
+from utils.log import LOGGER
+
+FORMAT = "yolov9-checkpoint"
+VERSION = 1
+MODEL_CLASSES = ("DetectionModel", "Model")
+LEAD_CLASS_BIAS = re.compile(r"model\.(\d+)\.cv([3579])\.0\.2\.bias$")
+
+
+@dataclass(kw_only=True)
+class Checkpoint:
+    """Everything a training or stripped file holds; tensors live on the CPU.
+
+    Attributes:
+        model: state dict of the network under training; of a stripped file the averaged one.
+        ema: state dict of the averaged network, None in stripped files.
+        yaml: network definition, empty when the file was a bare state dict.
+        epoch: index of the last finished epoch, -1 in stripped files.
+        updates: optimizer steps that the average has seen.
+        trainer: whatever the training loop needs to continue (early stopping, random states, ...).
+        origin: FORMAT for our files, ``upstream`` or ``state_dict`` for the others.
+    """
+
+    model: dict[str, Tensor]
+    ema: dict[str, Tensor] | None = None
+    kind: str = "training"
+    yaml: dict[str, Any] = field(default_factory=dict)
+    nc: int = 0
+    names: dict[int, str] = field(default_factory=dict)
+    stride: list[float] = field(default_factory=lambda: [8.0, 16.0, 32.0])
+    epoch: int = -1
+    best_fitness: float = 0.0
+    updates: int = 0
+    optimizer: dict[str, Any] | None = None
+    scaler: dict[str, Any] | None = None
+    trainer: dict[str, Any] | None = None
+    hyp: dict[str, Any] = field(default_factory=dict)
+    opt: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    date: str = field(default_factory=lambda: datetime.now().isoformat(timespec="seconds"))
+    origin: str = FORMAT
+
+
+def save_checkpoint(path: str | Path, checkpoint: Checkpoint) -> None:
+    """Write a checkpoint in our format under a temporary name, then rename it.
+
+    Raises:
+        TypeError: a value is neither a tensor nor plain data; the message gives its place.
+    """
+    content = {item.name: getattr(checkpoint, item.name) for item in fields(checkpoint) if item.name != "origin"}
+    content = {"format": FORMAT, "version": VERSION, **content}
+    with atomic_write(path) as temporary:
+        torch.save(_plain(content, "checkpoint"), temporary)
+
+
+def load_checkpoint(path: str | Path) -> Checkpoint:
+    """Read a file of ours, an upstream checkpoint, a pickled upstream model or a bare state dict.
+
+    Raises:
+        FileNotFoundError: no such file.
+        WeightsFileError: unreadable, unsafe, of a newer version, or without a network of a known kind.
+    """
+    content = read_torch_file(path)
+    try:
+        if isinstance(content, dict) and content.get("format") == FORMAT:
+            return _from_own_format(content)
+        if isinstance(content, ForeignObject):
+            content = {"model": content}
+        if isinstance(content, dict) and isinstance(content.get("model"), ForeignObject):
+            return _from_upstream(content)
+        return Checkpoint(model=_bare_state_dict(content), kind="stripped", origin="state_dict")
+    except WeightsFileError as error:
+        raise type(error)(f"{path}: {error}") from None
+
+
+def build_model(
+    checkpoint: Checkpoint, *, use_ema: bool = True, cfg: str | Path | dict | None = None, nc: int | None = None
+) -> DetectionModel:
+    """Build the network of a checkpoint and load its tensors strictly, in float32 on the CPU.
+
+    Head branches of another width than the definition gives are rebuilt with the widths of the tensors.
+
+    Args:
+        checkpoint: what :func:`load_checkpoint` returned.
+        use_ema: take the averaged weights if there are any.
+        cfg: network definition to use instead of the stored one; needed for a bare state dict.
+        nc: number of classes, for a check; it is read from the tensors.
+
+    Raises:
+        ValueError: no definition, or tensors that do not fit it; the first differing keys are named.
+    """
+    state = checkpoint.ema if use_ema and checkpoint.ema is not None else checkpoint.model
+    definition = cfg if cfg is not None else copy.deepcopy(checkpoint.yaml)
+    if not definition:
+        raise ValueError("these weights hold tensors only; say which network they belong to, e.g. --cfg gelan-c.yaml")
+    num_classes = count_classes(state)
+    if nc is not None and nc != num_classes:
+        raise ValueError(f"{nc} classes were asked for, but the weights have {num_classes}; train with them instead")
+    model = DetectionModel(definition, nc=num_classes).float()
+    _match_head_widths(model, state)
+    if is_fused(state):
+        model.fuse()
+    _check_keys(model.state_dict(), state)
+    model.load_state_dict(state, strict=True)
+    model.nc = num_classes
+    model.names = complete_names(checkpoint.names, num_classes)
+    model.hyp = dict(checkpoint.hyp)
+    return model
+
+
+def attempt_load(
+    weights: str | Path | list, device: torch.device | str | None = None, inplace: bool = True, fuse: bool = True
+) -> DetectionModel:
+    """Load weights for inference: averaged network if there is one, float32, fused, eval mode.
+
+    ``weights`` may be a list of one file; ensembles are not supported. ``inplace`` is kept for the interface.
+    """
+    if isinstance(weights, (list, tuple)):
+        if len(weights) != 1:
+            raise ValueError(f"expected one weights file, got {len(weights)}; ensembles are not supported")
+        weights = weights[0]
+    model = build_model(load_checkpoint(weights)).eval().requires_grad_(False)
+    model.inplace = inplace
+    if fuse:
+        model.fuse()
+    return model.to(device or "cpu")
+
+
+def strip_optimizer(path: str | Path, target: str | Path | None = None) -> Path:
+    """Reduce a training file to what inference needs: averaged weights in half precision, no optimizer.
+
+    Writes to ``target`` or over the file itself (one atomic rename) and returns the path written. An upstream file
+    comes out in our format.
+    """
+    source, target = Path(path), Path(target or path)
+    checkpoint = load_checkpoint(source)
+    state = checkpoint.ema if checkpoint.ema is not None else checkpoint.model
+    checkpoint.model = {key: _to_half(tensor) for key, tensor in state.items()}
+    checkpoint.kind, checkpoint.epoch, checkpoint.best_fitness, checkpoint.updates = "stripped", -1, 0.0, 0
+    checkpoint.ema = checkpoint.optimizer = checkpoint.scaler = checkpoint.trainer = None
+    save_checkpoint(target, checkpoint)
+    LOGGER.info(f"Optimizer stripped from {source}, saved as {target}, {target.stat().st_size / 1e6:.1f} MB")
+    return target
+
+
+def count_classes(state: Mapping[str, Tensor]) -> int:
+    """Read the number of classes from the last class convolution of the lead branch.
+
+    Raises:
+        ValueError: no detection head of a known layout among the keys.
+    """
+    found = [(int(match[1]), int(match[2]), key) for key in state if (match := LEAD_CLASS_BIAS.match(key))]
+    if not found:
+        raise ValueError("no detection head (model.N.cv3.0.2.bias) among the tensors; these are no detection weights")
+    return state[max(found)[2]].shape[0]
+
+
+def is_fused(state: Mapping[str, Tensor]) -> bool:
+    """Tell whether the batch norms were folded before the tensors were saved."""
+    return not any(".bn." in key for key in state)
+
+
+def complete_names(names: Mapping[int, str] | list | None, num_classes: int) -> dict[int, str]:
+    """Return one name per class: the given ones, the number as text where there is none."""
+    pairs = enumerate(names) if isinstance(names, (list, tuple)) else (names or {}).items()
+    given = {int(index): str(name) for index, name in pairs}
+    return {index: given.get(index, str(index)) for index in range(num_classes)}
+
+
+def _from_own_format(content: dict[str, Any]) -> Checkpoint:
+    version = content.get("version")
+    if not isinstance(version, int) or version > VERSION:
+        raise WeightsFileError(f"has format version {version!r}, this program reads up to {VERSION}; update it")
+    known = {item.name for item in fields(Checkpoint)} - {"origin"}
+    return Checkpoint(**{key: value for key, value in content.items() if key in known})
+
+
+def _from_upstream(content: dict[str, Any]) -> Checkpoint:
+    """Convert a dict with pickled model records; entries of converted files may be None or missing."""
+    network: ForeignObject = content["model"]
+    if network.class_name not in MODEL_CLASSES:
+        raise WeightsFileError(f"holds a {network.path!r}; only detection models (models.yolo.DetectionModel) are read")
+    values = network.attributes
+    definition = values.get("yaml")
+    if not isinstance(definition, dict):
+        raise WeightsFileError("the network in it has no definition (attribute 'yaml')")
+    average = content.get("ema")
+    state = foreign_state_dict(network)
+    num_classes = values.get("nc") or definition.get("nc") or count_classes(state)
+    return Checkpoint(
+        model=state,
+        ema=foreign_state_dict(average) if isinstance(average, ForeignObject) else None,
+        kind="training" if content.get("optimizer") else "stripped",
+        yaml=definition,
+        nc=num_classes,
+        names=complete_names(values.get("names"), num_classes),
+        epoch=int(_or(content.get("epoch"), -1)),
+        best_fitness=float(_or(content.get("best_fitness"), 0.0)),
+        updates=int(_or(content.get("updates"), 0)),
+        optimizer=content.get("optimizer"),
+        hyp=_options(values.get("hyp")),
+        opt=_options(content.get("opt")),
+        date=str(content.get("date") or ""),
+        origin="upstream",
+    )
+
+
+def _bare_state_dict(content: Any) -> dict[str, Tensor]:
+    """Accept a state dict as it is or under a usual key."""
+    for key in ("state_dict", "model"):
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            content = content[key]
+    is_mapping = isinstance(content, dict)
+    if not is_mapping or not content or not all(isinstance(value, Tensor) for value in content.values()):
+        shown = f"keys {', '.join(map(str, list(content)[:5]))}" if is_mapping else type(content).__name__
+        raise WeightsFileError(f"holds no network: expected a checkpoint or a state dict, found {shown}")
+    if not all(str(key).startswith("model.") for key in content):
+        other = next(key for key in content if not str(key).startswith("model."))
+        raise WeightsFileError(f"is a state dict of another network: its key {other!r} does not begin with 'model.'")
+    return dict(content)
+
+
+def _options(value: Any) -> dict[str, Any]:
+    """Turn a dict or a recorded ``argparse.Namespace`` into a dict of plain values (recorded paths become text)."""
+    pairs = value.attributes if isinstance(value, ForeignObject) else value or {}
+    return {
+        str(key): str(Path(*map(str, item.args))) if isinstance(item, ForeignObject) else item
+        for key, item in pairs.items()
+    }
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def _to_half(tensor: Tensor) -> Tensor:
+    """Round to float16, except where a value would become infinite."""
+    if not tensor.is_floating_point():
+        return tensor
+    half = tensor.half()
+    return half if torch.isfinite(half).all() or not torch.isfinite(tensor).all() else tensor.float()
+
+
+def _plain(value: Any, place: str) -> Any:
+    """Copy nested data with tensors on the CPU, NumPy numbers as Python ones and paths as text."""
+    if isinstance(value, Tensor):
+        tensor = value.detach().cpu()
+        whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+        return tensor if whole else tensor.clone()  # a view would drag its whole storage into the file
+    if value is None or type(value) in (bool, int, float, str, bytes):
+        return value
+    if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.size == 1):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {_plain(key, place): _plain(item, f"{place}.{key}") for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_plain(item, f"{place}[{index}]") for index, item in enumerate(value)]
+        return tuple(items) if isinstance(value, tuple) else items
+    raise TypeError(f"{place} is a {type(value).__name__}; a checkpoint holds tensors and plain values only")
+
+
+def _match_head_widths(model: DetectionModel, state: Mapping[str, Tensor]) -> None:
+    """Give head branches the hidden widths of the tensors; the published t weights are narrower than the rule."""
+    try:
+        if model.match_head_widths({key: tuple(tensor.shape) for key, tensor in state.items()}):
+            LOGGER.info("the head takes its hidden widths from the weights")
+    except (KeyError, IndexError):
+        return  # not this kind of head: the comparison of keys that follows says so
+
+
+def _check_keys(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    """Compare keys and shapes before loading, for a message of bearable length."""
+    problems = {
+        "missing": [key for key in own if key not in given],
+        "unknown": [key for key in given if key not in own],
+        "of another shape": [
+            f"{key} {tuple(given[key].shape)} instead of {tuple(own[key].shape)}"
+            for key in own
+            if key in given and own[key].shape != given[key].shape
+        ],
+    }
+    told = [f"{len(keys)} {kind}: {', '.join(keys[:3])}" for kind, keys in problems.items() if keys]
+    if told:
+        raise ValueError(f"the weights do not fit the network ({'; '.join(told)}); check --cfg")

@@ -1,0 +1,8 @@
+"""Upstream's import path of the blocks and of the inference backend."""
+
+from models.backend import DetectMultiBackend
+from models.blocks import *  # noqa: F403 - everything that __all__ names there
+from models.blocks import __all__ as _block_names
+from models.blocks import same_padding as autopad
+
+__all__ = [*_block_names, "DetectMultiBackend", "autopad"]

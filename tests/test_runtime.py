@@ -1,0 +1,82 @@
+"""Device choice, seeds, threads, image sizes."""
+
+from __future__ import annotations
+
+import random
+
+import cv2
+import numpy as np
+import pytest
+import torch
+
+from utils.runtime import (
+    autocast,
+    check_img_size,
+    init_seeds,
+    limit_threads,
+    memory_gb,
+    select_device,
+    worker_limit_threads,
+)
+
+
+@pytest.mark.parametrize("name", ["cpu", "CPU", " cpu "])
+def test_cpu_by_name(name: str) -> None:
+    assert select_device(name) == torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", ["", "-1", "auto"])
+def test_automatic_takes_what_is_there(name: str) -> None:
+    assert select_device(name).type == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("0,1", "one device only"), ("gpu", "expected"), ("99", "99"), ("-2", "expected")]
+)
+def test_wrong_devices_are_refused(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        select_device(name)
+
+
+def test_seeds_repeat_all_three_generators() -> None:
+    draws = []
+    for seed in (3, 3, 4):
+        init_seeds(seed)
+        draws.append((random.random(), float(np.random.rand()), float(torch.rand(1))))
+    assert draws[0] == draws[1] != draws[2]
+
+
+def test_deterministic_switch_goes_both_ways() -> None:
+    init_seeds(0, deterministic=True)
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.backends.cudnn.benchmark
+    init_seeds(0)
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.backends.cudnn.benchmark
+
+
+def test_threads_of_main_process_and_workers() -> None:
+    limit_threads()
+    assert cv2.getNumThreads() == 1
+    before = torch.get_num_threads()
+    try:
+        worker_limit_threads(0)
+        assert torch.get_num_threads() == 1
+        assert cv2.getNumThreads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("given", "used"), [(640, 640), (650, 672), (608, 608), (70, 96), (20, 64)])
+def test_image_size_is_rounded_up(given: int, used: int) -> None:
+    assert check_img_size(given, 32, floor=64) == used
+    assert check_img_size([given, 640], 32, floor=64) == [used, 640]
+
+
+def test_autocast_is_off_without_a_type() -> None:
+    a = torch.ones(4, 4)
+    with autocast(torch.device("cpu"), None):
+        assert (a @ a).dtype == torch.float32
+    with autocast(torch.device("cpu"), torch.bfloat16):
+        assert (a @ a).dtype == torch.bfloat16
+    assert memory_gb(torch.device("cpu")) == 0.0

@@ -1,0 +1,113 @@
+"""Device, seeds, threads and number types: how a process is set up before anything is computed."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import platform
+import random
+
+import cv2
+import numpy as np
+import torch
+
+from utils.log import LOGGER
+
+AUTOMATIC_DEVICES = ("", "-1", "auto", "cuda")
+
+
+def select_device(device: str | int | torch.device = "", batch_size: int = 0) -> torch.device:
+    """Return the one device to use and log it.
+
+    ``''``, ``-1``, ``auto`` and ``cuda`` take the first CUDA device if there is one, else the CPU.
+    ``cpu``, ``mps`` and ``0`` … name a device that has to be there. ``batch_size`` is accepted for compatibility.
+
+    Raises:
+        ValueError: several devices, an unknown word, or a device this machine does not have.
+    """
+    name = str(device).strip().lower().removeprefix("cuda:")
+    if "," in name:
+        raise ValueError(f"--device {device}: one device only (no distributed training here), for example --device 0")
+    if name in AUTOMATIC_DEVICES:
+        if not torch.cuda.is_available():
+            return _announce(torch.device("cpu"), "no CUDA device found, this will be slow")
+        more = torch.cuda.device_count() - 1
+        return _announce(torch.device("cuda:0"), f"the first of {more + 1}, --device N takes another" if more else "")
+    if name == "cpu":
+        return _announce(torch.device("cpu"))
+    if name == "mps":
+        if not torch.backends.mps.is_available():
+            raise ValueError("--device mps: this machine has no Metal device; use --device cpu")
+        return _announce(torch.device("mps"))
+    if not name.isdigit():
+        raise ValueError(f"--device {device}: expected '' (automatic), cpu, mps or the number of a CUDA device")
+    if not torch.cuda.is_available() or int(name) >= torch.cuda.device_count():
+        found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        raise ValueError(
+            f"--device {device}: this machine offers {found} CUDA device(s) to torch {torch.__version__} "
+            f"(CUDA build {torch.version.cuda}). Use --device cpu, or install a torch build that fits the driver"
+        )
+    return _announce(torch.device(f"cuda:{name}"))
+
+
+def _announce(device: torch.device, remark: str = "") -> torch.device:
+    described = str(device)
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        described += f" ({properties.name}, {properties.total_memory / 2**20:.0f} MiB)"
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
+    LOGGER.info(f"{versions}, device {described}{', ' + remark if remark else ''}")
+    return device
+
+
+def init_seeds(seed: int = 0, deterministic: bool = False) -> None:
+    """Seed Python, NumPy and torch; with ``deterministic`` also forbid kernels whose result may vary (slower)."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    torch.backends.cudnn.benchmark = not deterministic
+    torch.backends.cudnn.deterministic = deterministic
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def limit_threads() -> None:
+    """Switch OpenCV's own thread pool off: parallel work here is done by processes and threads of ours."""
+    cv2.setNumThreads(0)
+    cv2.ocl.setUseOpenCL(False)
+
+
+def worker_limit_threads(worker_id: int = 0) -> None:
+    """Initialise a loader worker: one thread each, or eight workers fight over the cores."""
+    limit_threads()
+    torch.set_num_threads(1)
+
+
+def autocast(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager:
+    """Return a mixed-precision context for ``dtype``, or one that does nothing when it is None."""
+    if dtype is None:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=dtype)
+
+
+def memory_gb(device: torch.device) -> float:
+    """Return the memory torch has reserved on ``device`` in 1e9 bytes; 0 on other devices than CUDA."""
+    return torch.cuda.memory_reserved(device) / 1e9 if device.type == "cuda" else 0.0
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait for queued work of a CUDA device, so that a clock read afterwards means something."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def check_img_size(imgsz: int | list[int], stride: int = 32, floor: int = 0, *, quiet: bool = False) -> int | list[int]:
+    """Round each side up to a multiple of ``stride``, at least ``floor``, and say so when that changes something."""
+    if isinstance(imgsz, (list, tuple)):
+        return [check_img_size(side, stride, floor, quiet=quiet) for side in imgsz]  # type: ignore[misc]
+    rounded = max(math.ceil(imgsz / stride) * stride, floor)
+    if rounded != imgsz and not quiet:
+        LOGGER.info(f"--img {imgsz} is no multiple of the stride {stride}: {rounded} is used")
+    return rounded
