@@ -363,13 +363,14 @@ class DFL(nn.Module):
         self.conv.weight = nn.Parameter(bins, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, _, anchors = x.shape
-        probabilities = x.view(batch, 4, self.c1, anchors).transpose(2, 1).softmax(1)  # (B, c1, 4, A)
+        anchors = x.shape[2]
+        probabilities = x.view(-1, 4, self.c1, anchors).transpose(2, 1).softmax(1)  # (B, c1, 4, A)
         if probabilities.dtype == self.conv.weight.dtype:
-            return self.conv(probabilities).view(batch, 4, anchors)
-        # Half-precision models are decoded in float32; the integers of the weight are exact in every type.
-        weight = self.conv.weight.to(probabilities.dtype)
-        return F.conv2d(probabilities, weight).view(batch, 4, anchors)
+            expectation = self.conv(probabilities)  # (B, 1, 4, A)
+        else:
+            # Half-precision models are decoded in float32; the integers of the weight are exact in every type.
+            expectation = F.conv2d(probabilities, self.conv.weight.to(probabilities.dtype))
+        return expectation.squeeze(1)
 
 
 def set_activation(module: nn.Module, activation: nn.Module | None = None) -> None:

@@ -152,7 +152,7 @@ class DetectionModel(nn.Module):
         For inference only: the result has other keys, no norms and no gradients. Harmless when called again.
         """
         fuse_modules(self)
-        return self
+        return self.requires_grad_(False)
 
     def info(self, verbose: bool = True, imgsz: int = 640) -> None:
         """Log the layer table (if ``verbose``), the summary line and the size of the inference form."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import ClassVar
 
 import numpy as np
@@ -115,12 +115,17 @@ class _BranchedHead(nn.Module):
         Released weight files may carry other widths than the ones that follow from the YAML. Norm constants and
         activations of a rebuilt branch are the defaults of a fresh block: the model has to set them again.
         """
-        changed = False
-        for index, (wanted, present) in enumerate(zip(widths, self.hidden_widths(), strict=True)):
-            if tuple(wanted) != present:
-                self._build_branch(index, *wanted)
-                changed = True
-        return changed
+        example = self.branches[-1][0][0][-1].weight
+        differing = [
+            index
+            for index, (wanted, present) in enumerate(zip(widths, self.hidden_widths(), strict=True))
+            if tuple(wanted) != present
+        ]
+        for index in differing:
+            self._build_branch(index, *widths[index])
+            for name in self.branch_names[index]:
+                getattr(self, name).to(device=example.device, dtype=example.dtype).train(self.training)
+        return bool(differing)
 
     def widths_from_shapes(self, shapes: Mapping[str, Sequence[int]], prefix: str) -> list[tuple[int, int]]:
         """Read hidden widths off the tensor shapes of a state dict; ``prefix`` is the head's, e.g. ``model.29.``.
@@ -151,7 +156,7 @@ class _BranchedHead(nn.Module):
     def decode(self, maps: Maps, decoder: DFL) -> Tensor:
         """Turn the raw maps of one branch into (B, 4 + nc, A): cx, cy, w, h in input pixels, then class scores."""
         with without_autocast(maps[0].device.type):
-            flat = torch.cat([level.flatten(2) for level in maps], 2)  # (B, 4 * reg_max + nc, A)
+            flat = torch.cat([self._flatten(level) for level in maps], 2)  # (B, 4 * reg_max + nc, A)
             if flat.dtype in (torch.float16, torch.bfloat16):
                 flat = flat.float()
             box_logits, class_logits = flat.split((4 * self.reg_max, self.nc), 1)
@@ -161,20 +166,31 @@ class _BranchedHead(nn.Module):
             boxes = torch.cat(((top_left + bottom_right) / 2, bottom_right - top_left), 1) * strides
             return torch.cat((boxes, class_logits.sigmoid()), 1)
 
+    def _flatten(self, level: Tensor) -> Tensor:
+        """(B, C, H, W) -> (B, C, H * W), in an exported graph with every size but the batch as a constant."""
+        if self.dynamic:
+            return level.flatten(2)
+        with silent_tracer():
+            return level.reshape(-1, self.no, int(level.shape[2]) * int(level.shape[3]))
+
     def _priors(self, maps: Maps, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cell centres (2, A) in grid units and strides (1, A); cached unless ``dynamic``."""
-        device = maps[0].device
         if self.dynamic:
             return traced_priors(maps, self.stride, dtype)
-        key = (level_sizes(maps), dtype, device)
-        if self.shape != key:
-            points, strides = constant_priors(key[0], self.stride.tolist())
+        with silent_tracer():
+            sizes = tuple((int(level.shape[2]), int(level.shape[3])) for level in maps)
+            key = (sizes, dtype, maps[0].device)
+            if self.shape == key:
+                return self.anchors, self.strides
             # Outside of inference mode, or a later pass with gradients could not use the cached tensors.
             with torch.inference_mode(False):
-                self.anchors = torch.as_tensor(points, dtype=dtype, device=device)
-                self.strides = torch.as_tensor(strides, dtype=dtype, device=device)
-            self.shape = key
-        return self.anchors, self.strides
+                points, strides = (
+                    torch.as_tensor(values, dtype=dtype, device=maps[0].device)
+                    for values in constant_priors(sizes, self.stride.tolist())
+                )
+        if not torch.jit.is_tracing():  # a second trace, which checks the first one, must see the same graph
+            self.anchors, self.strides, self.shape = points, strides, key
+        return points, strides
 
     def forget_priors(self) -> None:
         """Drop the cached priors; the next decoding makes them anew."""
@@ -260,14 +276,15 @@ def without_autocast(device_type: str) -> AbstractContextManager[object]:
     return nullcontext()
 
 
-def level_sizes(maps: Maps) -> tuple[tuple[int, int], ...]:
-    """Return (height, width) of every level as plain integers, also while tracing."""
+@contextmanager
+def silent_tracer() -> Iterator[None]:
+    """Silence the tracer's warning that sizes become constants, where that is the intention."""
     if not torch.jit.is_tracing():
-        return tuple((level.shape[2], level.shape[3]) for level in maps)
+        yield
+        return
     with warnings.catch_warnings():
-        # The tracer warns that these sizes become constants, which is the intention.
         warnings.simplefilter("ignore", torch.jit.TracerWarning)
-        return tuple((int(level.shape[2]), int(level.shape[3])) for level in maps)
+        yield
 
 
 def constant_priors(sizes: Sequence[tuple[int, int]], strides: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:

@@ -71,7 +71,7 @@ def _peak_bytes(
     try:
         with autocast(device, dtype):
             predictions = model(images)
-        loss_fn(predictions, targets, max_objects=10)[0].backward()
+        loss_fn(predictions, targets)[0].backward()
     finally:
         with torch.no_grad():
             for name, value in model.named_buffers():

@@ -14,6 +14,12 @@ def ema_decay(updates: int, decay: float = 0.9999, tau: float = 2000.0) -> float
     return decay * (1 - math.exp(-updates / tau))
 
 
+def _floating_tensors(model: nn.Module) -> list[Tensor]:
+    """Return the floating entries of the state dict, without the cost of building it."""
+    entries = (*model.parameters(), *model.buffers())
+    return [entry.detach() for entry in entries if entry.dtype.is_floating_point]
+
+
 class ModelEMA:
     """Keep ``ema``, a float32 evaluation copy of ``model`` that follows it slowly.
 
@@ -36,13 +42,8 @@ class ModelEMA:
         """Move the average one step towards ``model``, in a few fused kernels."""
         self.updates += 1
         share = 1 - self.decay(self.updates)
-        source = model.state_dict()
-        averaged: list[Tensor] = []
-        current: list[Tensor] = []
-        for name, value in self.ema.state_dict().items():
-            if value.dtype.is_floating_point:
-                averaged.append(value)
-                current.append(source[name].to(value.dtype))
+        averaged, current = _floating_tensors(self.ema), _floating_tensors(model)
+        current = [new.to(old.dtype) for old, new in zip(averaged, current, strict=True)]
         # v·d + (1 − d)·w, written as two fused passes over all tensors
         torch._foreach_mul_(averaged, 1 - share)
         torch._foreach_add_(averaged, current, alpha=share)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from models.checkpoint import Checkpoint, load_checkpoint
 from models.graph import DetectionModel
-from utils.data.spec import DataSpec
+from utils.data.spec import DataSpec, load_data_spec
 from utils.files import find_file, increment_path
 from utils.log import LOGGER
 from utils.options import YAML_SUFFIXES, Hyp, TrainOptions
@@ -57,6 +57,12 @@ def options_from_mapping(mapping: dict[str, Any]) -> TrainOptions:
     return TrainOptions(**{key: value for key, value in mapping.items() if key in known})
 
 
+def load_data(options: TrainOptions) -> DataSpec:
+    """Read the data-set YAML; with ``--single-cls`` all its classes become one called ``item``."""
+    spec = load_data_spec(options.data)
+    return replace(spec, nc=1, names={0: "item"}) if options.single_cls else spec
+
+
 def build_training_model(options: TrainOptions, spec: DataSpec, resume: Checkpoint | None) -> DetectionModel:
     """Build the model for ``spec.nc`` classes and fill in the starting weights.
 
@@ -74,8 +80,10 @@ def build_training_model(options: TrainOptions, spec: DataSpec, resume: Checkpoi
     if start is not None:
         transfer = model.load_matching(start.model)
         LOGGER.info(f"Weights: {transfer.transferred}/{transfer.total} entries taken from {options.weights}")
-        for reason, keys in transfer.reasons.items():
-            LOGGER.info(f"  {len(keys)} left as initialised, {reason}: {keys[0]}{' …' if len(keys) > 1 else ''}")
+        for key, reason in list(transfer.reasons.items())[:5]:
+            LOGGER.info(f"  left as initialised: {key} ({reason})")
+        if len(transfer.reasons) > 5:
+            LOGGER.info(f"  … and {len(transfer.reasons) - 5} more")
         if transfer.transferred == 0:
             raise ValueError(f"--weights {options.weights}: nothing fits the model {options.cfg}; is it another size?")
     model.nc, model.names = spec.nc, dict(spec.names)

@@ -14,7 +14,6 @@ from torch.nn import functional
 
 from models.checkpoint import Checkpoint, build_model, load_checkpoint, save_checkpoint, strip_optimizer
 from utils.data.loader import create_dataloader
-from utils.data.spec import load_data_spec
 from utils.evaluate.metrics import fitness
 from utils.evaluate.validator import Validator, ValResult
 from utils.files import atomic_write, write_yaml
@@ -39,6 +38,7 @@ from utils.train.setup import (
     build_training_model,
     freeze_model,
     keep_batch_norm_still,
+    load_data,
     make_schedule,
     prepare_run,
 )
@@ -55,13 +55,14 @@ class Trainer:
         """Check the input, make the run's folder, build everything. Fails before the first batch or not at all."""
         limit_threads()
         if not options.resume:
-            options.load_hyp(), load_data_spec(options.data)  # wrong files are refused before a folder is made
+            options.load_hyp()  # wrong files are refused before a folder is made
+            load_data(options)
         self.options, resume, self.save_dir = prepare_run(options)
         LOGGER.info("train: " + ", ".join(f"{name}={value}" for name, value in self.options.to_dict().items()))
         self.device = select_device(self.options.device)
         init_seeds(self.options.seed, self.options.deterministic)
         self.hyp = self.options.load_hyp()
-        self.spec = load_data_spec(self.options.data, single_cls=self.options.single_cls)
+        self.spec = load_data(self.options)
         self.start_epoch = self.epoch = resume.epoch + 1 if resume else 0
         self.amp_dtype = amp_dtype(self.device, self.options.amp)
         self._set_up_model(resume)
@@ -236,12 +237,11 @@ class Trainer:
         """
         plan = self.schedule.at(self.step_index, self.epoch)
         apply_plan(self.optimizer, plan)
-        max_objects = int(torch.bincount(targets[:, 0].long()).max()) if len(targets) else 0
         images = self._to_device(images)
         targets = targets.to(self.device, non_blocking=True)
         with autocast(self.device, self.amp_dtype):
             predictions = self.model(images)
-        loss, items = self.loss_fn(predictions, targets, max_objects=max_objects)
+        loss, items = self.loss_fn(predictions, targets)
         self.scaler.scale(loss).backward()
         self.means.add(items)
         self.pending += 1
@@ -255,14 +255,14 @@ class Trainer:
         if not self.pending:
             return
         self.scaler.unscale_(self.optimizer)
-        self.gradients.add(torch.nn.utils.clip_grad_norm_(self.trainable, self.options.clip_grad))
-        scale = self.scaler.get_scale()
-        self.scaler.step(self.optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(self.trainable, self.options.clip_grad)
+        self.gradients.add(norm)
+        if bool(torch.isfinite(norm)):
+            self.scaler.step(self.optimizer)
+            self.ema.update(self.model)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         self.pending = 0
-        if self.scaler.get_scale() >= scale:  # a lowered scale means that the step was skipped
-            self.ema.update(self.model)
 
     def end_epoch(self, record: dict[str, float]) -> tuple[ValResult | None, bool]:
         """Validate, record, save; return the validation's result and whether the run is over."""
@@ -324,7 +324,6 @@ class Trainer:
         for path in (self.last, self.best):
             if path.exists():
                 strip_optimizer(path)
-                LOGGER.info(f"{path}: stripped to {path.stat().st_size / 1e6:.1f} MB")
         result = None
         if self.best.exists():
             LOGGER.info(f"\nValidating {self.best}")

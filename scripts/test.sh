@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Check style and run the tests:   bash scripts/test.sh [words for pytest]
+# Examples: bash scripts/test.sh -m "not slow"     bash scripts/test.sh tests/models
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+cd "$REPO_ROOT"
+
+use_environment requirements.txt requirements-dev.txt
+say "style: ruff"
+"$PYTHON" -m ruff check .
+say "tests: pytest"
+exec "$PYTHON" -m pytest -q --durations=15 "$@"

@@ -1,0 +1,52 @@
+"""Fixtures and marker rules shared by all tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from scripts.make_shapes import make_shapes
+
+REPO_ROOT = Path(__file__).resolve().parents[1]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests marked ``gpu`` where no CUDA device answers."""
+    if item.get_closest_marker("gpu") is None:
+        return
+    import torch  # here, so that collecting tests of plain files does not wait for it
+
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(scope="session")
+def shared_dir() -> Path:
+    """Folder with reference material beside the repository (or the one named by YOLO_SHARED)."""
+    folder = Path(os.environ.get("YOLO_SHARED") or REPO_ROOT.parent / "shared")
+    if not folder.is_dir():
+        pytest.skip(f"no reference material at {folder} (set YOLO_SHARED to its folder)")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def golden(shared_dir: Path) -> Callable[[str], Path]:
+    """Return a function that maps ``"ops/nms.npz"`` to that reference file, or skips where it is absent."""
+
+    def find(name: str) -> Path:
+        file = shared_dir / "golden" / name
+        if not file.exists():
+            pytest.skip(f"no reference file {file}")
+        return file
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def shapes_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data YAML of a small rendered picture set: 24 train, 8 val, 4 test, 128 px, 3 classes."""
+    folder = tmp_path_factory.mktemp("shapes")
+    return make_shapes(folder, {"train": 24, "val": 8, "test": 4}, size=128, seed=0, num_classes=3)

@@ -1,0 +1,212 @@
+"""From an index to a sample: plain, mosaic, rectangular, cached, with files that break after the scan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.data.drawing import BOXES, Box, colour_faults, encode, label_text, paint, write_set
+from utils.data import dataset as dataset_module
+from utils.data import ram_cache
+from utils.data.dataset import LoadImagesAndLabels, SampleKey
+from utils.data.images import letterbox
+
+PLACES = {"translate": 0.1, "scale": 0.3, "fliplr": 0.5, "flipud": 0.5}  # moves pixels, leaves colours alone
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    """Six pictures of several shapes, one of them without objects."""
+    shapes = [(96, 64), (64, 96), (80, 80), (120, 30), (48, 96)]
+    files = {f"{i}.png": (paint(*shape), label_text()) for i, shape in enumerate(shapes)}
+    return write_set(tmp_path, {**files, "5.png": (paint(90, 60, ()), None)})
+
+
+def faults_of(sample: tuple) -> list[str]:
+    """Colour complaints about a sample's boxes."""
+    image, labels = sample[0].numpy()[::-1].transpose(1, 2, 0), sample[1].numpy()[:, 1:]
+    large = labels[(labels[:, 3] * image.shape[1] > 6) & (labels[:, 4] * image.shape[0] > 6)]
+    return colour_faults(image, large, shrink=0.4)
+
+
+def test_plain_sample(images: Path) -> None:
+    data = LoadImagesAndLabels(images, 64, nc=3)
+    image, labels, path, shapes = data[0]
+    expected = letterbox(paint(64, 43, ()), 64, auto=False)[0].shape
+    assert image.dtype == torch.uint8
+    assert image.shape == (3, *expected[:2])
+    assert image.is_contiguous()
+    assert labels.dtype == torch.float32
+    assert labels.shape == (3, 6)
+    assert labels[:, 0].tolist() == [0, 0, 0]
+    assert Path(path).name == "0.png"
+    assert shapes == ((64, 96), ((42 / 64, 64 / 96), (0.0, 11.0)))
+    assert faults_of(data[0]) == []
+    assert faults_of(data[-2]) == []
+    with pytest.raises(IndexError):
+        data[6]
+
+
+@pytest.mark.parametrize("mosaic", [0.0, 1.0])
+def test_augmented_samples_match_their_labels(images: Path, mosaic: float) -> None:
+    data = LoadImagesAndLabels(images, 64, augment=True, hyp={**PLACES, "mosaic": mosaic}, nc=3)
+    boxes = 0
+    for epoch in range(6):
+        for index in range(len(data)):
+            sample = data[(epoch, index, True)]
+            assert sample[0].shape == (3, 64, 64)
+            assert (sample[3] is None) == bool(mosaic)
+            low = sample[1][:, 2:4] - sample[1][:, 4:6] / 2
+            high = sample[1][:, 2:4] + sample[1][:, 4:6] / 2
+            assert bool((low >= -1e-6).all())
+            assert bool((high <= 1 + 1e-6).all())
+            if not mosaic:
+                assert faults_of(sample) == []
+            boxes += len(sample[1])
+    assert boxes > 60
+
+
+def test_mosaic_samples_show_the_colours(tmp_path: Path) -> None:
+    """One large object per picture, so that no warp of a mosaic leaves less than the object's colour."""
+    big: list[Box] = [(1, 0.5, 0.5, 0.9, 0.9)]
+    data = LoadImagesAndLabels(
+        write_set(tmp_path, {"a.png": (paint(64, 64, big), label_text(big))}), 64, augment=True,
+        hyp={**PLACES, "mosaic": 1.0, "mixup": 0.0}, nc=3,
+    )  # fmt: skip
+    samples = [data[(epoch, 0, True)] for epoch in range(20)]
+    assert sum(len(sample[1]) for sample in samples) > 20
+    assert all(faults_of(sample) == [] for sample in samples)
+
+
+def test_switching_mosaic_off(images: Path) -> None:
+    data = LoadImagesAndLabels(images, 64, augment=True, hyp={"mosaic": 1.0})
+    assert data[SampleKey(0, 1, True)][3] is None
+    assert data[SampleKey(0, 1, False)][3] is not None
+
+
+def test_seed_epoch_and_index_decide(images: Path) -> None:
+    hyp = {"mosaic": 1.0, "mixup": 0.5, "hsv_v": 0.4, "scale": 0.5, "translate": 0.1}
+    one, same, other = (LoadImagesAndLabels(images, 64, augment=True, hyp=hyp, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(one[(3, 2, True)][0], same[(3, 2, True)][0])
+    assert torch.equal(one[(3, 2, True)][1], same[(3, 2, True)][1])
+    assert not torch.equal(one[(3, 2, True)][0], other[(3, 2, True)][0])
+    assert not torch.equal(one[(3, 2, True)][0], one[(4, 2, True)][0])
+    assert not torch.equal(one[(3, 2, True)][0], one[(3, 3, True)][0])
+
+
+def test_polygons_and_boxes_in_one_mosaic(tmp_path: Path) -> None:
+    """Every row keeps its own box although only one of the pictures has polygons."""
+    polygon = "0 .08 .1 .32 .1 .32 .4 .08 .4\n" + label_text(BOXES[1:])
+    files = {"a.png": (paint(64, 64), polygon), "b.png": (paint(64, 64), label_text())}
+    data = LoadImagesAndLabels(
+        write_set(tmp_path, files), 64, augment=True, hyp={"mosaic": 1.0, "fliplr": 0.5, "copy_paste": 0.0}
+    )
+    counts = []
+    for epoch in range(12):
+        sample = data[(epoch, 0, True)]
+        assert faults_of(sample) == []
+        counts.append(len(sample[1]))
+    assert max(counts) >= 4
+
+
+def test_single_class_and_min_items(images: Path) -> None:
+    data = LoadImagesAndLabels(images, 64, single_cls=True, nc=1, min_items=1)
+    assert len(data) == 5
+    assert set(np.concatenate(list(data.labels))[:, 0]) == {0.0}
+    assert [tuple(shape) for shape in data.shapes[:2]] == [(96, 64), (64, 96)]
+    with pytest.raises(ValueError, match="fullest one holds 3"):
+        LoadImagesAndLabels(images, 64, min_items=4)
+
+
+@pytest.mark.parametrize(
+    ("pad", "shapes"),
+    [(0.0, [(96, 128), (128, 128), (128, 96)]), (0.5, [(128, 160), (160, 160), (160, 128)])],
+)
+def test_rectangular_batches(images: Path, pad: float, shapes: list[tuple[int, int]]) -> None:
+    data = LoadImagesAndLabels(images, 128, 2, rect=True, pad=pad, stride=32)
+    aspect = data.shapes[:, 1] / data.shapes[:, 0]
+    assert (np.diff(aspect) >= 0).all()
+    assert data.batch_shapes is not None
+    for i in range(6):
+        assert faults_of(data[i]) == []
+        assert tuple(data[i][0].shape[1:]) == tuple(data.batch_shapes[i // 2])
+    assert [tuple(shape) for shape in data.batch_shapes] == shapes
+
+
+def test_ram_cache_gives_the_same_samples(images: Path) -> None:
+    hyp = {"mosaic": 0.5, "hsv_v": 0.4, "hsv_h": 0.1, "fliplr": 0.5}
+    for augment in (True, False):
+        plain = LoadImagesAndLabels(images, 64, augment=augment, hyp=hyp)
+        cached = LoadImagesAndLabels(images, 64, augment=augment, hyp=hyp, cache="ram")
+        for _ in range(2):  # a second pass shows whether the first one changed the kept pictures
+            for index in range(len(plain)):
+                assert torch.equal(plain[(1, index, True)][0], cached[(1, index, True)][0])
+                assert plain[index][3] == cached[index][3]
+
+
+def test_ram_cache_needs_no_files(images: Path) -> None:
+    data = LoadImagesAndLabels(images, 64, cache=True)
+    for path in images.iterdir():
+        path.unlink()
+    assert faults_of(data[0]) == []
+
+
+def test_ram_cache_is_refused_without_memory(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ram_cache, "available_memory_bytes", lambda: 1000)
+    assert faults_of(LoadImagesAndLabels(images, 64, cache="ram")[0]) == []
+
+
+@pytest.mark.parametrize(("cache", "words"), [("disk", "not available"), ("tape", "expected 'ram'")])
+def test_other_caches_are_refused(images: Path, cache: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        LoadImagesAndLabels(images, 64, cache=cache)
+
+
+def test_image_weights_are_refused(images: Path) -> None:
+    with pytest.raises(ValueError, match="image_weights"):
+        LoadImagesAndLabels(images, image_weights=True)
+
+
+# ------------------------------------------------------------------------------------- files that go bad after the scan
+
+
+@pytest.mark.parametrize("mosaic", [0.0, 1.0])
+def test_broken_file_is_replaced_with_its_own_labels(tmp_path: Path, mosaic: float) -> None:
+    files = {f"{i}.png": (paint(64, 64, [BOXES[i]]), label_text([BOXES[i]])) for i in range(3)}
+    images = write_set(tmp_path, files)
+    data = LoadImagesAndLabels(images, 64, augment=True, hyp={"mosaic": mosaic})
+    (images / "0.png").write_bytes(b"")
+    for epoch in range(8):
+        for index in range(3):
+            sample = data[(epoch, index, True)]
+            assert faults_of(sample) == []
+            assert 0 not in sample[1][:, 1].tolist()
+    assert [Path(path).name for path in data.broken_files()] == ["0.png"]
+
+
+def test_validation_shows_grey_instead_of_another_picture(images: Path) -> None:
+    data = LoadImagesAndLabels(images, 64)
+    (images / "1.png").write_bytes(encode(paint())[:50])
+    image, labels, _, shapes = data[1]
+    assert set(image.unique().tolist()) == {114}
+    assert labels.shape == (0, 6)
+    assert shapes is not None
+    assert shapes[0] == (96, 64)
+
+
+def test_all_files_broken_is_an_error(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = LoadImagesAndLabels(images, 64, augment=True, hyp={"mosaic": 1.0})
+    attempts = []
+
+    def fail(path: str) -> np.ndarray:
+        attempts.append(path)
+        raise OSError("disk is gone")
+
+    monkeypatch.setattr(dataset_module, "imread_bgr", fail)
+    with pytest.raises(RuntimeError, match="none of the 6 pictures"):
+        for index in range(6):
+            data[index]
+    assert len(attempts) == 6  # a known bad file is not tried again

@@ -1,0 +1,362 @@
+"""Sources of detection: what a name stands for, frames of videos, live streams."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+
+from tests.deploy.fakes import picture, write_picture, write_video
+from utils.data.frames import Frame, Unreadable, VideoFile, usable_rate
+from utils.data.sources import LoadImages, LoadStreams, prefetched, read_frames, resolve_source
+from utils.data.streams import without_password
+
+
+def names_of(source: str | Path) -> list[str]:
+    return [file.relative.as_posix() for file in resolve_source(source).files]
+
+
+# --- files, folders, patterns ---
+
+
+def test_folder_is_entered_and_pictures_come_first(tmp_path: Path) -> None:
+    for name in ("b.jpg", "a.PNG", "cam2/frame.jpg", "cam1/frame.jpg"):
+        write_picture(tmp_path / name)
+    write_video(tmp_path / "a.mp4", 1)
+    for name in ("notes.docx", "._b.jpg", "Thumbs.db", "__MACOSX/c.jpg"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    source = resolve_source(tmp_path)
+    found = [file.relative.as_posix() for file in source.files]
+    assert found == ["a.PNG", "b.jpg", "cam1/frame.jpg", "cam2/frame.jpg", "a.mp4"]
+    assert [file.is_video for file in source.files] == [False] * 4 + [True]
+    assert dict(source.unknown) == {".docx": 1}
+
+
+def test_linked_folders_are_entered_once(tmp_path: Path) -> None:
+    write_picture(tmp_path / "real" / "a.jpg")
+    (tmp_path / "a_link").symlink_to(tmp_path / "real", target_is_directory=True)
+    (tmp_path / "real" / "loop").symlink_to(tmp_path, target_is_directory=True)
+    assert names_of(tmp_path) == ["real/a.jpg"]
+    (tmp_path / "single").mkdir()
+    (tmp_path / "single" / "link.jpg").symlink_to(tmp_path / "real" / "a.jpg")
+    assert names_of(tmp_path / "single") == ["link.jpg"]
+
+
+@pytest.mark.parametrize("folder", ["set [1]", "a*b", "50%d #1", "图像 一"])
+def test_odd_folder_names_are_literal(tmp_path: Path, folder: str) -> None:
+    write_picture(tmp_path / folder / "a (1).jpg")
+    write_picture(tmp_path / folder / "b.png")
+    assert names_of(tmp_path / folder) == ["a (1).jpg", "b.png"]
+    assert names_of(f"{tmp_path / folder}/*.jpg") == ["a (1).jpg"]
+    assert names_of(tmp_path / folder / "a (1).jpg") == ["a (1).jpg"]
+
+
+def test_patterns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("cam1/a.jpg", "cam2/a.jpg", "other/b.jpg", "c1.jpg"):
+        write_picture(tmp_path / name)
+    assert names_of(f"{tmp_path}/cam*") == ["cam1/a.jpg", "cam2/a.jpg"]
+    assert names_of(f"{tmp_path}/**/*.jpg") == ["c1.jpg", "cam1/a.jpg", "cam2/a.jpg", "other/b.jpg"]
+    monkeypatch.chdir(tmp_path)
+    assert names_of("c[12].jpg") == ["c1.jpg"]
+    with pytest.raises(FileNotFoundError, match="matches nothing"):
+        resolve_source("d*.jpg")
+
+
+def test_content_decides_for_a_file_of_unknown_suffix(tmp_path: Path) -> None:
+    write_picture(tmp_path / "a.jpg").rename(tmp_path / "upload.bin")
+    assert names_of(tmp_path / "upload.bin") == ["upload.bin"]
+    (tmp_path / "text.bin").write_text("no picture")
+    with pytest.raises(ValueError, match="holds no picture or video"):
+        resolve_source(tmp_path / "text.bin")
+
+
+def test_missing_and_empty_sources(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        resolve_source(tmp_path / "gone")
+    with pytest.raises(FileNotFoundError):
+        resolve_source("")
+    with pytest.raises(ValueError, match="holds no picture or video; looked for the suffixes .*jpg.*mp4"):
+        resolve_source(tmp_path)
+    with pytest.raises(ValueError, match="screen is not supported"):
+        resolve_source("screen 0")
+
+
+# --- lists ---
+
+
+def test_list_of_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_picture(tmp_path / "sets" / "one" / "a.jpg")
+    write_picture(tmp_path / "elsewhere" / "b 一.jpg")
+    listing = tmp_path / "sets" / "list.txt"
+    lines = ["./one/a.jpg", "", "# comment", "one/a.jpg ", f"{tmp_path}/elsewhere/b 一.jpg", "gone.jpg"]
+    listing.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
+    monkeypatch.chdir(tmp_path)
+    source = resolve_source("sets/list.txt")
+    assert sorted(file.relative.as_posix() for file in source.files) == ["b 一.jpg", "one/a.jpg"]
+    assert [name for name, _ in source.missing] == ["gone.jpg"]
+
+
+def test_list_of_streams_is_told_apart_by_its_lines(tmp_path: Path) -> None:
+    listing = tmp_path / "cams.txt"
+    listing.write_text("rtsp://u:p@cam1/live\n# the second one\n0\nhttp://cam2:8080/video?q=.mp4\n")
+    source = resolve_source(listing)
+    assert source.streams == ["rtsp://u:p@cam1/live", "0", "http://cam2:8080/video?q=.mp4"]
+    assert not source.files
+    write_picture(tmp_path / "a.jpg")
+    listing.write_text("0\na.jpg\n")
+    with pytest.raises(ValueError, match="mixed"):
+        resolve_source(listing)
+    listing.write_bytes(b"\xff\x80\xe9caf\xe9")
+    with pytest.raises(ValueError, match="neither UTF-8"):
+        resolve_source(listing)
+
+
+@pytest.mark.parametrize("address", ["0", "12", "rtsp://cam/1.mp4", "RTMP://host/app", "https://host/live"])
+def test_stream_addresses(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert resolve_source(address).streams == [address]
+    if address == "0":
+        write_picture(tmp_path / "0" / "a.jpg")  # a folder of that name comes first
+        assert names_of("0") == ["a.jpg"]
+
+
+class QuietHandler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def web(tmp_path: Path) -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietHandler, directory=str(tmp_path)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_pictures_behind_an_address_are_downloaded_and_removed(tmp_path: Path, web: str) -> None:
+    write_picture(tmp_path / "shot 1.jpg").rename(tmp_path / "shot 1.JPG")
+    before = sorted(tmp_path.iterdir())
+    source = resolve_source(f"{web}/shot%201.JPG?token=1")
+    assert [file.relative.as_posix() for file in source.files] == ["shot 1.JPG"]
+    downloaded = source.files[0].path
+    assert downloaded.read_bytes() == (tmp_path / "shot 1.JPG").read_bytes()
+    source.close()
+    assert not downloaded.exists() and sorted(tmp_path.iterdir()) == before
+    with pytest.raises(ConnectionError, match="gone.jpg cannot be downloaded: .*404"):
+        resolve_source(f"{web}/gone.jpg")
+
+
+# --- frames ---
+
+
+def test_unreadable_files_are_named_and_the_rest_goes_on(tmp_path: Path) -> None:
+    write_picture(tmp_path / "a.jpg")
+    (tmp_path / "b.jpg").write_bytes(b"")
+    (tmp_path / "c.png").write_text("text")
+    (tmp_path / "d.jpg").symlink_to(tmp_path / "gone.jpg")
+    write_picture(tmp_path / "e.jpg")
+    (tmp_path / "f.mp4").write_bytes(b"")
+    (tmp_path / "g.mp4").write_bytes(b"\0\0\0\x18ftypmp42" + bytes(100))
+    write_video(tmp_path / "h.mp4", 2)
+    events = list(read_frames(resolve_source(tmp_path).files))
+    bad = {event.item: event.reason for event in events if isinstance(event, Unreadable)}
+    assert sorted(bad) == [1, 2, 3, 5, 6]
+    assert "0 bytes" in bad[1] and "no picture" in bad[2] and "No such file" in bad[3] and "0 bytes" in bad[5]
+    assert not any(str(tmp_path) in reason for reason in bad.values())
+    good = [(event.item, event.number) for event in events if isinstance(event, Frame)]
+    assert good == [(0, 0), (4, 0), (7, 1), (7, 2)]
+
+
+@pytest.mark.parametrize(("stride", "wanted"), [(1, 12), (3, 4), (5, 2)])
+def test_video_stride_takes_the_last_of_each_group(tmp_path: Path, stride: int, wanted: int) -> None:
+    path = write_video(tmp_path / "50%02d #一.mp4", 12, 30.0)
+    video = VideoFile(path, stride)
+    assert (video.total, round(video.rate, 3)) == (wanted, round(30 / stride, 3))
+    frames = list(video)
+    assert [number for number, _ in frames] == list(range(1, wanted + 1))
+    for number, image in frames:
+        columns = np.flatnonzero((image[25, :, 2] > 150) & (image[25, :, 1] < 100))
+        assert abs(columns.min() - (10 + 2 * (number * stride - 1))) <= 1
+    assert not video.capture.isOpened()
+
+
+def test_video_shorter_than_the_stride_says_so(tmp_path: Path) -> None:
+    path = write_video(tmp_path / "a.mp4", 2)
+    with pytest.raises(ValueError, match="2 frame.s., fewer than --vid-stride 5"):
+        list(VideoFile(path, 5))
+
+
+def test_rates() -> None:
+    assert [usable_rate(value) for value in (25, 29.97, 240, 1000)] == [25, 29.97, 240, 1000]
+    assert [usable_rate(value) for value in (0, -1, float("nan"), float("inf"), 90000)] == [30] * 5
+
+
+def test_turned_and_fast_videos(shared_dir: Path) -> None:
+    folder = shared_dir / "cases" / "files" / "sources"
+    if not folder.is_dir():
+        pytest.skip(f"no input cases at {folder}")
+    for name, rate in (("turned90.mp4", None), ("turned180.mp4", None), ("fps240.mp4", 240), ("motion.avi", 25)):
+        video = VideoFile(folder / name)
+        frames = [image for _, image in video]
+        assert len(frames) == 10 and frames[0].shape == (64, 96, 3), name
+        assert rate is None or video.rate == rate
+    with pytest.raises(ValueError, match=r"cut\.mp4: cannot be opened"):
+        VideoFile(folder / "cut.mp4")
+
+
+def test_load_images_gives_the_known_tuples(tmp_path: Path) -> None:
+    write_picture(tmp_path / "a.jpg")
+    (tmp_path / "b.jpg").write_bytes(b"")
+    write_video(tmp_path / "c.mp4", 2)
+    loader = LoadImages(tmp_path, img_size=64, stride=32)
+    assert len(loader) == 3
+    rows = list(loader)
+    assert [Path(path).name for path, *_ in rows] == ["a.jpg", "c.mp4", "c.mp4"]
+    _, image, original, capture, text = rows[0]
+    assert image.shape == (3, 64, 64) and image.dtype == np.uint8 and original.shape == (64, 96, 3)
+    assert image[:, 25, 25].tolist() == pytest.approx([255, 0, 0], abs=12)  # RGB
+    assert capture is None and text.startswith("image 1/3 ")
+    assert isinstance(rows[1][3], cv2.VideoCapture) and rows[2][4].startswith("video 3/3 (2/2) ")
+    with pytest.raises(ValueError, match="transforms"):
+        LoadImages(tmp_path, transforms=object())
+
+
+# --- reading ahead ---
+
+
+def test_prefetched_keeps_order_and_hands_errors_on() -> None:
+    assert list(prefetched(range(50), 3)) == list(range(50))
+
+    def failing() -> Iterator[int]:
+        yield 1
+        raise OSError("disk gone")
+
+    received = []
+    with pytest.raises(OSError, match="disk gone"):
+        received.extend(prefetched(failing(), 1))
+
+
+def test_prefetched_stops_its_thread_when_the_consumer_leaves() -> None:
+    produced = []
+
+    def endless() -> Iterator[int]:
+        while True:
+            produced.append(len(produced))
+            yield produced[-1]
+
+    before = threading.active_count()
+    items = prefetched(endless(), 2)
+    assert [next(items), next(items)] == [0, 1]
+    items.close()
+    assert threading.active_count() == before
+    assert len(produced) <= 6
+
+
+# --- streams ---
+
+
+class FakeCapture:
+    """A camera that gives ``frames`` pictures and then fails."""
+
+    def __init__(self, frames: int, shape: tuple[int, int] = (64, 96), rate: float = 25.0, length: int = -1) -> None:
+        self.left, self.shape, self.rate, self.length = frames, shape, rate, length
+        self.is_released = False
+
+    def isOpened(self) -> bool:  # noqa: N802
+        return self.left > 0
+
+    def grab(self) -> bool:
+        time.sleep(0.002)
+        self.left -= 1
+        return self.left >= 0
+
+    def retrieve(self) -> tuple[bool, np.ndarray]:
+        return True, picture(self.shape[1], self.shape[0])
+
+    def get(self, key: int) -> float:
+        return {cv2.CAP_PROP_FPS: self.rate, cv2.CAP_PROP_FRAME_COUNT: self.length}.get(key, 0.0)
+
+    def release(self) -> None:
+        self.is_released = True
+
+
+class FakeNetwork:
+    """Opens the captures listed for an address one after the other; afterwards the address is dead."""
+
+    def __init__(self, **captures: list[FakeCapture]) -> None:
+        self.waiting, self.opened = captures, []
+
+    def __call__(self, address: str) -> FakeCapture:
+        capture = self.waiting[address].pop(0) if self.waiting[address] else FakeCapture(0)
+        self.opened.append(capture)
+        return capture
+
+
+def open_streams(network: FakeNetwork, **keywords: object) -> LoadStreams:
+    settings = {"pause_s": 0.01, "tries": 2} | keywords
+    return LoadStreams(list(network.waiting), open_source=network, **settings)
+
+
+def test_lost_stream_comes_back_and_the_others_go_on() -> None:
+    network = FakeNetwork(a=[FakeCapture(5), FakeCapture(5)], b=[FakeCapture(20, (48, 128), 240.0)])
+    frames = [frame for group in open_streams(network).rounds() for frame in group]
+    by_item = {item: [frame for frame in frames if frame.item == item] for item in (0, 1)}
+    for item, shape in ((0, (64, 96, 3)), (1, (48, 128, 3))):
+        assert {frame.image_bgr.shape for frame in by_item[item]} == {shape}
+        assert [frame.number for frame in by_item[item]] == list(range(1, len(by_item[item]) + 1))
+    assert 2 <= len(by_item[0]) <= 10  # frames that came while nobody asked are left out
+    assert by_item[1][0].rate == 240
+    assert all(capture.is_released for capture in network.opened if capture.isOpened())
+    assert len(network.opened) >= 4  # a was opened again
+
+
+def test_recording_is_read_in_full_and_once() -> None:
+    network = FakeNetwork(a=[FakeCapture(12, length=12)])
+    frames = [frame for group in open_streams(network, vid_stride=3).rounds() for frame in group]
+    assert [frame.number for frame in frames] == [1, 2, 3, 4]
+    assert frames[0].rate == pytest.approx(25 / 3)
+    assert len(network.opened) == 1
+
+
+def test_no_stream_at_all_is_an_error_without_the_password() -> None:
+    network = FakeNetwork(**{"rtsp://me:secret@cam/1": [], "b": []})
+    with pytest.raises(ConnectionError, match=r"no stream could be opened: rtsp://\*\*\*@cam/1, b") as caught:
+        open_streams(network)
+    assert "secret" not in str(caught.value)
+
+
+def test_one_dead_stream_does_not_end_the_run() -> None:
+    network = FakeNetwork(dead=[], alive=[FakeCapture(6)])
+    frames = [frame for group in open_streams(network).rounds() for frame in group]
+    assert frames and {frame.item for frame in frames} == {1}
+
+
+def test_streams_stop_when_the_consumer_leaves() -> None:
+    network = FakeNetwork(a=[FakeCapture(10**6)])
+    streams = open_streams(network)
+    for _ in streams.rounds():
+        break
+    streams.close()
+    assert all(not thread.is_alive() for thread in streams._threads)
+    assert network.opened[0].is_released
+
+
+def test_load_streams_gives_the_known_tuples() -> None:
+    network = FakeNetwork(a=[FakeCapture(3, length=3)])
+    for sources, images, originals, capture, text in open_streams(network, img_size=64):
+        assert sources == ["a"] and images.shape == (1, 3, 64, 64) and originals[0].shape == (64, 96, 3)
+        assert capture is None and text == ""
+
+
+def test_passwords_are_not_shown() -> None:
+    assert without_password("rtsp://u:p@ss@host:554/live@1") == "rtsp://***@host:554/live@1"
+    assert without_password("http://host/a@b") == "http://host/a@b"

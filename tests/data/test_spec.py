@@ -1,0 +1,122 @@
+"""The data-set YAML: where paths are looked for, forms of names, errors that stop a run before it starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from utils.data.spec import load_data_spec, parse_names
+
+
+def make(folder: Path, text: str, name: str = "data.yaml", folders: tuple[str, ...] = ("train", "val")) -> Path:
+    """Write a YAML and the folders images/NAME beside it."""
+    for part in folders:
+        (folder / "images" / part).mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+BODY = "path: .\ntrain: images/train\nval: images/val\n"
+
+
+def test_paths_are_taken_from_the_yaml_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "images" / "train").mkdir(parents=True)
+    monkeypatch.chdir(elsewhere)
+    spec = load_data_spec(make(tmp_path, BODY + "names: [a, b]\n"))
+    assert spec.train == [tmp_path / "images" / "train"]
+    assert spec.val == [tmp_path / "images" / "val"]
+    assert spec.test == []
+    assert spec.nc == 2
+    assert spec.names == {0: "a", 1: "b"}
+
+
+def test_working_directory_comes_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = tmp_path / "set"
+    make(data, "", name="unused.yaml")
+    path = make(tmp_path / "yaml", "path: set\ntrain: images/train\nval: images/val\nnames: [a]\n", folders=())
+    monkeypatch.chdir(tmp_path)
+    assert load_data_spec(path).train == [data / "images" / "train"]
+
+
+def test_one_level_too_high_as_some_exports_write(tmp_path: Path) -> None:
+    make(tmp_path, "", name="unused.yaml")
+    path = make(tmp_path, "train: ../images/train\nval: ../images/val\ntest: ../images/test\nnc: 1\nnames: ['a']\n")
+    spec = load_data_spec(path)
+    assert spec.train == [tmp_path / "images" / "train"]
+    assert spec.test == []
+    with pytest.raises(FileNotFoundError, match="tried .*images/test"):
+        spec.split("test")
+
+
+def test_lists_of_folders(tmp_path: Path) -> None:
+    spec = load_data_spec(make(tmp_path, "train: [images/train, images/val]\nval: images/val\nnames: [a]\n"))
+    assert [path.name for path in spec.train] == ["train", "val"]
+    with pytest.raises(FileNotFoundError, match="no entry 'test:'"):
+        spec.split("test")
+    with pytest.raises(ValueError, match="split 'all'"):
+        spec.split("all")
+
+
+@pytest.mark.parametrize(
+    ("names", "wanted"),
+    [
+        ("[no, yes, 007, 1.50]", ["no", "yes", "007", "1.50"]),
+        ("{0: on, 1: null, 2: 红}", ["on", "null", "红"]),
+        ("{'1': b, '0': a}", ["a", "b"]),
+        ("[a, a]", ["a", "a"]),
+    ],
+)
+def test_names_stay_what_was_written(tmp_path: Path, names: str, wanted: list[str]) -> None:
+    spec = load_data_spec(make(tmp_path, f"{BODY}names: {names}\n"))
+    assert list(spec.names.values()) == wanted
+    assert list(spec.names) == list(range(len(wanted)))
+
+
+@pytest.mark.parametrize(
+    ("rest", "words"),
+    [
+        ("nc: 3\nnames: [a, b, c, d]", "nc is 3.*4 names"),
+        ("nc: many\nnames: [a]", "nc must be a whole number"),
+        ("names: {0: a, 2: b}", "no class 1"),
+        ("names: {a: 0}", "keys must be integers"),
+        ("names: {0: a, '00': b}", "named twice"),
+        ("names: red", "names must be a list or a dictionary"),
+        ("names: [a, [b]]", "class 1 must be a text"),
+        ("nc: 2", "entry 'names:' is missing"),
+        ("names: [a", "no valid YAML"),
+    ],
+)
+def test_errors_stop_at_once(tmp_path: Path, rest: str, words: str) -> None:
+    path = make(tmp_path, f"{BODY}{rest}\n")
+    with pytest.raises(ValueError, match=words) as caught:
+        load_data_spec(path)
+    assert str(path) in str(caught.value)
+
+
+def test_missing_folder_is_shown_with_the_places_tried(tmp_path: Path) -> None:
+    path = make(tmp_path, BODY.replace("images/val", "images/nowhere") + "names: [a]\n")
+    with pytest.raises(FileNotFoundError) as caught:
+        load_data_spec(path)
+    assert str(path) in str(caught.value)
+    assert str(tmp_path / "images" / "nowhere") in str(caught.value)
+
+
+def test_byte_order_mark_and_wrong_encoding(tmp_path: Path) -> None:
+    path = make(tmp_path, "\ufeff" + BODY + "names: [ä]\n")
+    assert load_data_spec(path).names == {0: "ä"}
+    path.write_bytes((BODY + "names: [ä]\n").encode("latin-1"))
+    with pytest.raises(ValueError, match="UTF-8"):
+        load_data_spec(path)
+
+
+def test_content_must_be_a_mapping(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="key: value"):
+        load_data_spec(make(tmp_path, "- a\n- b\n"))
+
+
+def test_names_function_takes_plain_numbers() -> None:
+    assert parse_names({0: 5, 1: "b"}) == {0: "5", 1: "b"}

@@ -1,0 +1,511 @@
+"""Detection from source to files, with a stand-in for the model and, at the end, with real weights."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import torch
+
+import detect_dual
+from models.checkpoint import Checkpoint, save_checkpoint
+from models.graph import DetectionModel
+from tests.deploy.fakes import BOX, NAMES, ColourBackend, picture, read_video, write_picture, write_video
+from utils.data.frames import Frame, Unreadable
+from utils.deploy import detector as detector_module
+from utils.deploy.detector import DetectionSummary, Detector, batched, count_text, display_problem
+from utils.deploy.exporter import export
+from utils.log import LOGGER
+from utils.options import DetectOptions, ExportOptions
+
+REPO_ROOT = Path(detector_module.__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def lines() -> Iterator[list[str]]:
+    """What is logged during the test."""
+
+    class Collector(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            texts.append(record.getMessage())
+
+    texts: list[str] = []
+    collector = Collector()
+    LOGGER.addHandler(collector)
+    yield texts
+    LOGGER.removeHandler(collector)
+
+
+def detect(
+    folder: Path, source: object, batch_size: int = 1, model: ColourBackend | None = None, **options: object
+) -> DetectionSummary:
+    settings = {"project": str(folder / "runs"), "imgsz": [96]} | options
+    model = model or ColourBackend()
+    return Detector(DetectOptions(source=str(source), **settings), model=model, batch_size=batch_size).run()
+
+
+def files_of(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in files_of(folder)}
+
+
+def table_of(folder: Path) -> list[list[str]]:
+    return [line.split("\t") for line in (folder / "results.txt").read_text(encoding="utf-8").splitlines()[1:]]
+
+
+def find_red_box(image: np.ndarray) -> list[int]:
+    """Envelope of red in a BGR image."""
+    ys, xs = np.nonzero((image[..., 2] > 150) & (image[..., 1] < 90) & (image[..., 0] < 90))
+    return [xs.min(), ys.min(), xs.max() + 1, ys.max() + 1]
+
+
+# --- pictures ---
+
+
+@pytest.mark.parametrize("imgsz", [[96], [64], [192], [64, 128]])
+def test_boxes_are_those_of_the_original_picture(tmp_path: Path, imgsz: list[int]) -> None:
+    write_picture(tmp_path / "in" / "a.png", picture(192, 128, (40, 20, 120, 80)))
+    summary = detect(tmp_path, tmp_path / "in", imgsz=imgsz)
+    assert summary.save_dir == tmp_path / "runs" / "exp" and summary.exit_code == 0
+    (row,) = table_of(summary.save_dir)
+    assert row[:4] == [str(tmp_path / "in" / "a.png"), "0", "0", "red"] and float(row[4]) == pytest.approx(0.9)
+    assert [int(value) for value in row[5:]] == pytest.approx([40, 20, 120, 80], abs=2)
+
+
+def test_annotated_picture_labels_and_lines(tmp_path: Path, lines: list[str]) -> None:
+    write_picture(tmp_path / "in" / "a.png", picture(green=True))
+    write_picture(tmp_path / "in" / "b.png", picture(box=None))
+    summary = detect(tmp_path, tmp_path / "in", save_txt=True, save_conf=True, save_crop=True)
+    run = summary.save_dir
+    assert files_of(run) == [
+        "a.png",
+        "b.png",
+        "crops/green/a.jpg",
+        "crops/red/a.jpg",
+        "labels/a.txt",
+        "results.txt",
+    ]
+    image = cv2.imread(str(run / "a.png"))
+    assert image.shape == (64, 96, 3) and not np.array_equal(image, picture(green=True))
+    assert np.array_equal(cv2.imread(str(run / "b.png")), picture(box=None))
+    rows = [line.split() for line in (run / "labels/a.txt").read_text().splitlines()]
+    assert [row[0] for row in rows] == ["1", "0"] and rows[1][5] == "0.9"
+    left, top, right, bottom = BOX
+    wanted = [(left + right) / 2 / 96, (top + bottom) / 2 / 64, (right - left) / 96, (bottom - top) / 64]
+    assert [float(value) for value in rows[1][1:5]] == pytest.approx(wanted, abs=1e-5)
+    text = "\n".join(lines)
+    assert f"image 1/2 {tmp_path / 'in' / 'a.png'}: 64x96 1 red, 1 green, " in text
+    assert f"image 2/2 {tmp_path / 'in' / 'b.png'}: 64x96 (no detections), " in text
+    assert "ms inference" in text and "at shape (1, 3, 64, 96)" in text
+    assert f"1 label file(s) in {run / 'labels'}" in text
+    assert (summary.frames, summary.detections, len(summary.processed)) == (2, 2, 2)
+
+
+def test_options_reach_the_suppression(tmp_path: Path) -> None:
+    write_picture(tmp_path / "a.png", picture(green=True))
+
+    def classes(**options: object) -> list[str]:
+        return [row[3] for row in table_of(detect(tmp_path, tmp_path / "a.png", **options).save_dir)]
+
+    assert classes() == ["red", "green"]  # best first
+    assert classes(classes=[1]) == ["green"]
+    assert classes(max_det=1) == ["red"]
+    assert classes(conf_thres=0.85) == ["red"]
+    with pytest.raises(ValueError, match="--classes 7: the weights know classes 0 to 2"):
+        classes(classes=[7])
+
+
+def test_nosave_writes_the_table_only(tmp_path: Path) -> None:
+    write_picture(tmp_path / "in" / "a.png")
+    write_video(tmp_path / "in" / "b.mp4", 2)
+    summary = detect(tmp_path, tmp_path / "in", nosave=True)
+    assert files_of(summary.save_dir) == ["results.txt"] and len(table_of(summary.save_dir)) == 3
+
+
+def test_hidden_labels_change_the_drawing(tmp_path: Path) -> None:
+    write_picture(tmp_path / "a.png", picture(192, 128, (40, 60, 120, 100)))
+    images = [
+        cv2.imread(str(detect(tmp_path, tmp_path / "a.png", **options).save_dir / "a.png"))
+        for options in ({}, {"hide_conf": True}, {"hide_labels": True}, {"line_thickness": 1})
+    ]
+    assert len({image.tobytes() for image in images}) == 4
+    assert np.array_equal(images[2][:50], picture(192, 128, (40, 60, 120, 100))[:50])  # no strip above the box
+
+
+def test_structure_of_folders_is_kept(tmp_path: Path) -> None:
+    for name in ("cam1/frame.jpg", "cam2/frame.jpg", "frame.jpg", "frame.png"):
+        write_picture(tmp_path / "in" / name)
+    run = detect(tmp_path, tmp_path / "in", save_txt=True).save_dir
+    assert files_of(run) == [
+        "cam1/frame.jpg",
+        "cam2/frame.jpg",
+        "frame.jpg",
+        "frame.png",
+        "labels/cam1/frame.txt",
+        "labels/cam2/frame.txt",
+        "labels/frame.txt",
+        "labels/frame_png.txt",
+        "results.txt",
+    ]
+
+
+def test_bad_files_are_named_and_counted(tmp_path: Path, lines: list[str]) -> None:
+    write_picture(tmp_path / "in" / "a.jpg")
+    (tmp_path / "in" / "m.jpg").write_bytes(b"")
+    (tmp_path / "in" / "n.png").write_text("text")
+    write_picture(tmp_path / "in" / "z.jpg")
+    summary = detect(tmp_path, tmp_path / "in")
+    assert summary.exit_code == 0 and files_of(summary.save_dir) == ["a.jpg", "results.txt", "z.jpg"]
+    assert [Path(name).name for name, _ in summary.unreadable] == ["m.jpg", "n.png"]
+    text = "\n".join(lines)
+    assert f"image 2/4 {tmp_path / 'in' / 'm.jpg'}: empty file" in text and "2 input(s) could not be read" in text
+
+
+@pytest.mark.parametrize("name", ["a.jpg", "a.mp4"])
+def test_nothing_processed_is_no_success(tmp_path: Path, name: str, lines: list[str]) -> None:
+    (tmp_path / name).write_bytes(b"")
+    assert detect(tmp_path, tmp_path / name).exit_code == 1
+    assert "nothing was processed: no input could be read" in lines
+
+
+def test_source_is_checked_before_anything_else(tmp_path: Path) -> None:
+    options = DetectOptions(weights=["gone.pt"], source=str(tmp_path / "gone"), project=str(tmp_path / "runs"))
+    with pytest.raises(FileNotFoundError, match="--source"):
+        Detector(options).run()
+    write_picture(tmp_path / "a.jpg")
+    options = DetectOptions(weights=["gone.pt"], source=str(tmp_path / "a.jpg"), project=str(tmp_path / "runs"))
+    with pytest.raises(FileNotFoundError, match="gone.pt"):
+        Detector(options).run()
+    assert not (tmp_path / "runs").exists()
+
+
+# --- repeated runs ---
+
+
+def test_repeated_run_replaces_its_files(tmp_path: Path) -> None:
+    write_picture(tmp_path / "in" / "a.jpg", picture(green=True))
+    write_video(tmp_path / "in" / "v.mp4", 3)
+    options = {"save_txt": True, "save_crop": True, "exist_ok": True}
+    first = detect(tmp_path, tmp_path / "in", **options).save_dir
+    before = contents(first)
+    second = detect(tmp_path, tmp_path / "in", **options).save_dir
+    assert second == first and contents(second) == before
+    assert detect(tmp_path, tmp_path / "in").save_dir.name == "exp2"
+
+
+def test_files_of_the_user_are_never_replaced(tmp_path: Path) -> None:
+    write_picture(tmp_path / "set" / "a.jpg")
+    before = contents(tmp_path / "set")
+    with pytest.raises(ValueError, match="would replace its own source"):
+        detect(tmp_path, tmp_path / "set", project=str(tmp_path), name="set", exist_ok=True)
+    write_picture(tmp_path / "data" / "images" / "a.jpg")
+    (tmp_path / "data" / "labels").mkdir()
+    (tmp_path / "data" / "labels" / "a.txt").write_text("0 0.5 0.5 1 1\n")
+    with pytest.raises(ValueError, match="labels is not from a run"):
+        detect(tmp_path, tmp_path / "data/images", project=str(tmp_path), name="data", exist_ok=True, save_txt=True)
+    assert contents(tmp_path / "set") == before and (tmp_path / "data/labels/a.txt").read_text() == "0 0.5 0.5 1 1\n"
+
+
+# --- videos ---
+
+
+def test_video_keeps_size_rate_and_frames(tmp_path: Path, lines: list[str]) -> None:
+    write_video(tmp_path / "in" / "v.mp4", 10, 25, 96, 64)
+    write_video(tmp_path / "in" / "v.avi", 10, 25, 96, 64)
+    run = detect(tmp_path, tmp_path / "in", save_txt=True).save_dir
+    assert [name for name in files_of(run) if "/" not in name] == ["results.txt", "v.mp4", "v_mp4.mp4"]
+    for name in ("v.mp4", "v_mp4.mp4"):
+        frames, rate = read_video(run / name)
+        assert len(frames) == 10 and rate == 25 and frames[0].shape == (64, 96, 3)
+    assert len(list((run / "labels").iterdir())) == 20
+    first = [int(row[5]) for row in table_of(run)[:10]]
+    assert first == pytest.approx([10 + 2 * number for number in range(10)], abs=1)
+    text = "\n".join(lines)
+    assert f"video 1/2 (10/10) {tmp_path / 'in' / 'v.avi'}: 64x96 1 red, " in text
+    assert "browsers do not" in text
+
+
+def test_stride_divides_the_rate(tmp_path: Path) -> None:
+    write_video(tmp_path / "v.mp4", 12, 30)
+    run = detect(tmp_path, tmp_path / "v.mp4", vid_stride=3, save_txt=True).save_dir
+    frames, rate = read_video(run / "v.mp4")
+    assert len(frames) == 4 and rate == pytest.approx(10)
+    assert files_of(run / "labels") == [f"v_{number}.txt" for number in (1, 2, 3, 4)]
+
+
+@pytest.mark.parametrize("batch_size", [2, 4, 16])
+def test_batches_give_what_single_frames_give(tmp_path: Path, batch_size: int) -> None:
+    write_picture(tmp_path / "in" / "a.jpg")
+    write_picture(tmp_path / "in" / "b.jpg", picture(128, 64))
+    write_picture(tmp_path / "in" / "c.jpg", picture(128, 64, green=True))
+    (tmp_path / "in" / "d.jpg").write_bytes(b"")
+    write_video(tmp_path / "in" / "seven.mp4", 7)
+    write_video(tmp_path / "in" / "one.mp4", 1)
+    options = {"save_txt": True, "save_conf": True, "save_crop": True}
+    single = detect(tmp_path, tmp_path / "in", **options)
+    model = ColourBackend()
+    many = detect(tmp_path, tmp_path / "in", batch_size, model, **options)
+    assert contents(many.save_dir) == contents(single.save_dir)
+    assert many.unreadable == single.unreadable and many.frames == 11
+    assert max(shape[0] for shape in model.shapes) == min(batch_size, 8)  # both videos have frames of one shape
+
+
+def test_interrupted_run_leaves_complete_files(tmp_path: Path, lines: list[str]) -> None:
+    write_video(tmp_path / "v.mp4", 10)
+    summary = detect(tmp_path, tmp_path / "v.mp4", model=ColourBackend(fail_on_call=4))
+    assert summary.is_interrupted and summary.exit_code == 130
+    assert len(read_video(summary.save_dir / "v.mp4")[0]) == 3 and len(table_of(summary.save_dir)) == 3
+    assert files_of(summary.save_dir) == ["results.txt", "v.mp4"]
+
+
+def test_failing_model_leaves_complete_files(tmp_path: Path) -> None:
+    class Broken(ColourBackend):
+        def __call__(self, images: torch.Tensor, augment: bool = False) -> torch.Tensor:
+            if len(self.shapes) == 3:
+                raise RuntimeError("out of memory")
+            return super().__call__(images, augment)
+
+    write_video(tmp_path / "v.mp4", 10)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        detect(tmp_path, tmp_path / "v.mp4", model=Broken())
+    assert len(read_video(tmp_path / "runs/exp/v.mp4")[0]) == 3
+
+
+# --- streams ---
+
+
+def test_streams_need_no_display_and_get_their_own_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]
+) -> None:
+    monkeypatch.delenv("DISPLAY", raising=False)
+    small = write_video(tmp_path / "small.mp4", 6, 240)
+    large = write_video(tmp_path / "large.mp4", 4, 10, 128, 96)
+    recordings = {"rtsp://me:secret@cam1/live": small, "rtsp://cam2/live": large}
+    monkeypatch.setattr(
+        detector_module.LoadStreams,
+        "__init__",
+        lambda self, sources, vid_stride=1, original=detector_module.LoadStreams.__init__: original(
+            self, sources, vid_stride=vid_stride, open_source=lambda address: cv2.VideoCapture(str(recordings[address]))
+        ),
+    )
+    listing = tmp_path / "cams.txt"
+    listing.write_text("\n".join(recordings))
+    summary = detect(tmp_path, listing, save_txt=True)
+    assert summary.exit_code == 0 and summary.frames == 10
+    for name, count, rate, shape in (("cam1_live.mp4", 6, 240, (64, 96, 3)), ("cam2_live.mp4", 4, 10, (96, 128, 3))):
+        frames, written_rate = read_video(summary.save_dir / name)
+        assert (len(frames), written_rate, frames[0].shape) == (count, rate, shape)
+    assert len(files_of(summary.save_dir / "labels")) == 10
+    assert {line.split(" ")[0] for line in lines if "1 red" in line} == {"0:", "1:"}
+    assert not any("secret" in line for line in lines)
+    assert "secret" not in (summary.save_dir / "results.txt").read_text()
+
+
+# --- options that depend on the machine or the weights ---
+
+
+def test_window_needs_a_display(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(cv2, "getBuildInformation", lambda: "  GUI:                           QT5\n")
+    monkeypatch.delenv("DISPLAY", raising=False)
+    monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
+    write_picture(tmp_path / "a.jpg")
+    with pytest.raises(ValueError, match="--view-img: there is no display"):
+        detect(tmp_path, tmp_path / "a.jpg", view_img=True)
+    monkeypatch.setenv("DISPLAY", ":0")
+    assert display_problem() is None
+    monkeypatch.setattr(cv2, "getBuildInformation", lambda: "  GUI:                           NONE\n")
+    assert "headless" in str(display_problem())
+
+
+def test_window_shows_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[tuple[str, tuple[int, ...]]] = []
+    monkeypatch.setattr(detector_module, "display_problem", lambda: None)
+    monkeypatch.setattr(cv2, "imshow", lambda title, image: shown.append((title, image.shape)))
+    monkeypatch.setattr(cv2, "waitKey", lambda delay: -1)
+    monkeypatch.setattr(cv2, "destroyAllWindows", lambda: None)
+    write_picture(tmp_path / "a.jpg")
+    detect(tmp_path, tmp_path / "a.jpg", view_img=True, nosave=True)
+    assert shown == [(str(tmp_path / "a.jpg"), (64, 96, 3))]
+
+
+def test_exported_files(tmp_path: Path, lines: list[str]) -> None:
+    write_picture(tmp_path / "a.jpg")
+    model = ColourBackend(static_shape=(128, 128))
+    model.pt = False
+    detect(tmp_path, tmp_path / "a.jpg", model=model)
+    assert model.shapes == [(1, 3, 128, 128)] and any("made for 128x128" in line for line in lines)
+    for flag in ("augment", "visualize"):
+        with pytest.raises(ValueError, match=f"--{flag} needs a .pt file"):
+            detect(tmp_path, tmp_path / "a.jpg", model=model, **{flag: True})
+    square = ColourBackend()
+    square.pt = False  # free size: padded to the full square, as exported files are used
+    detect(tmp_path, tmp_path / "a.jpg", model=square)
+    assert square.shapes == [(1, 3, 96, 96)]
+
+
+def test_augmentation_is_handed_to_the_model(tmp_path: Path) -> None:
+    write_picture(tmp_path / "a.jpg")
+    model = ColourBackend()
+    detect(tmp_path, tmp_path / "a.jpg", model=model, augment=True)
+    assert model.augmented == [True]
+
+
+def test_update_is_refused() -> None:
+    with pytest.raises(ValueError, match="strip_optimizer"):
+        DetectOptions(update=True)
+    with pytest.raises(ValueError, match="batch size 0"):
+        Detector(DetectOptions(), batch_size=0)
+
+
+# --- parts ---
+
+
+def test_batches_hold_neighbours_of_one_shape() -> None:
+    small, large = np.zeros((4, 4, 3), np.uint8), np.zeros((4, 8, 3), np.uint8)
+    events = [Frame(small, 0), Frame(small, 1), Frame(small, 2), Frame(large, 3), Unreadable(4, ""), Frame(large, 5)]
+    grouped = [
+        [frame.item for frame in event] if isinstance(event, list) else event.item for event in batched(events, 2)
+    ]
+    assert grouped == [[0, 1], [2], [3], 4, [5]]
+
+
+def test_count_text() -> None:
+    rows = np.array([[0, 0, 0, 0, 0.5, number] for number in (2, 0, 2, 9)], np.float32)
+    assert count_text(rows, NAMES) == "1 red, 2 blues, 1 9"
+    assert count_text(np.zeros((0, 6), np.float32), NAMES) == ""
+
+
+# --- whole ---
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Untrained yolov9-t with three classes, whose confidences are about 0.001."""
+    torch.manual_seed(0)
+    model = DetectionModel("yolov9-t.yaml", nc=3)
+    path = tmp_path_factory.mktemp("weights") / "best.pt"
+    save_checkpoint(path, Checkpoint(model=model.state_dict(), yaml=dict(model.yaml), nc=3, names=NAMES))
+    return path
+
+
+@pytest.mark.slow
+def test_script_with_real_weights(tmp_path: Path, weights: Path) -> None:
+    write_picture(tmp_path / "in" / "a.jpg")
+    write_video(tmp_path / "in" / "v.mp4", 3)
+    command = f"--weights {weights} --source {tmp_path / 'in'} --imgsz 64 --conf 0.0001 --max-det 5 --device cpu"
+    command += f" --project {tmp_path} --name out --save-txt --visualize"
+    assert detect_dual.main(command.split()) == 0
+    out = tmp_path / "out"
+    rows = table_of(out)
+    assert {(Path(row[0]).name, row[1]) for row in rows} == {("a.jpg", "0"), *(("v.mp4", str(n)) for n in (1, 2, 3))}
+    assert {"a.jpg", "v.mp4"} <= set(files_of(out)) and len(rows) <= 20
+    maps = sorted(path.name for path in (out / "a").iterdir())
+    assert maps[0].endswith("_features.npy") and len(maps) == 2 * len({name.rsplit(".", 1)[0] for name in maps})
+    assert (out / "v_3").is_dir()
+    summary = detect_dual.run(
+        weights=[str(weights)],
+        source=str(tmp_path / "in"),
+        imgsz=[64],
+        conf_thres=0.0001,
+        project=str(tmp_path),
+        name="tta",
+        augment=True,
+        max_det=5,
+        device="cpu",
+    )
+    assert summary.frames == 4 and 4 <= summary.detections <= 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suffix", [".torchscript", ".onnx"])
+def test_exported_weights_give_the_same_boxes(tmp_path: Path, weights: Path, suffix: str) -> None:
+    if suffix == ".onnx":
+        pytest.importorskip("onnx")
+        pytest.importorskip("onnxruntime")
+    copied = Path(shutil.copy(weights, tmp_path))
+    files, _ = export(ExportOptions(weights=[str(copied)], include=[suffix[1:]], imgsz=[64, 96]))
+    write_picture(tmp_path / "in" / "a.png")
+    options = {"source": str(tmp_path / "in"), "imgsz": [64, 96], "conf_thres": 0.0001, "device": "cpu"}
+    tables = [
+        table_of(Detector(DetectOptions(weights=[str(file)], project=str(tmp_path / "runs"), **options)).run().save_dir)
+        for file in (copied, files[0])
+    ]
+    assert tables[0] and [row[5:] for row in tables[0]] == [row[5:] for row in tables[1]]
+
+
+@pytest.mark.slow
+def test_batched_video_with_real_weights(tmp_path: Path, weights: Path) -> None:
+    write_video(tmp_path / "v.mp4", 7)
+    options = {"source": str(tmp_path / "v.mp4"), "imgsz": [64], "conf_thres": 0.0001, "device": "cpu"}
+    options |= {"weights": [str(weights)], "project": str(tmp_path / "runs"), "save_txt": True}
+    one, four = (Detector(DetectOptions(**options), batch_size=size).run().save_dir for size in (1, 4))
+    assert len(files_of(one / "labels")) == 7
+    assert contents(one / "labels") == contents(four / "labels")
+
+
+@pytest.mark.slow
+def test_exit_status_of_the_script(tmp_path: Path, weights: Path) -> None:
+    (tmp_path / "bad.jpg").write_bytes(b"")
+    arguments = [sys.executable, str(REPO_ROOT / "detect_dual.py"), "--weights", str(weights), "--device", "cpu"]
+    arguments += ["--project", str(tmp_path / "runs"), "--source"]
+    environment = {key: value for key, value in os.environ.items() if key != "DISPLAY"}
+    for source, message in ((tmp_path / "bad.jpg", "empty file"), (tmp_path / "gone.jpg", "does not exist")):
+        done = subprocess.run([*arguments, str(source)], capture_output=True, text=True, cwd=tmp_path, env=environment)
+        assert done.returncode == 1 and message in done.stdout, done.stdout + done.stderr
+        assert "Traceback" not in done.stderr
+
+
+SOURCE_CASES = {
+    "nested": 2,
+    "mixed": 2,
+    "set [1]": 1,
+    "plain.mp4": 10,
+    "motion.avi": 10,
+    "turned90.mp4": 10,
+    "turned180.mp4": 10,
+    "fps240.mp4": 10,
+    "视频 一.mp4": 10,
+    "one_frame.mp4": 1,
+    "seven.mp4": 7,
+    "list.txt": 2,
+    "cut.mp4": 0,
+    "zero.mp4": 0,
+}
+
+
+@pytest.mark.parametrize("name", SOURCE_CASES)
+def test_source_cases(tmp_path: Path, shared_dir: Path, name: str) -> None:
+    source = shared_dir / "cases" / "files" / "sources" / name
+    if not source.exists():
+        pytest.skip(f"no input case {source}")
+    summary = detect(tmp_path, source, batch_size=4, save_txt=True)
+    assert summary.frames == SOURCE_CASES[name] and summary.exit_code == (0 if summary.frames else 1)
+    videos = list(summary.save_dir.rglob("*.mp4"))
+    if source.suffix in (".mp4", ".avi") and summary.frames:
+        frames, rate = read_video(videos[0])
+        assert len(frames) == summary.frames and frames[0].shape == (64, 96, 3)
+        assert rate == (240 if "240" in name else 25)
+        wanted = [find_red_box(frame) for frame in _frames_of(source)]
+        found = {int(row[1]): [int(value) for value in row[5:]] for row in table_of(summary.save_dir) if row[2] == "0"}
+        assert sorted(found) == list(range(1, summary.frames + 1))
+        for number, box in enumerate(wanted, start=1):
+            assert found[number] == pytest.approx(box, abs=3)
+    else:
+        pictures = [path for path in summary.save_dir.rglob("*") if path.suffix in (".jpg", ".png")]
+        assert len(pictures) == summary.frames
+
+
+def _frames_of(path: Path) -> list[np.ndarray]:
+    return read_video(path)[0]

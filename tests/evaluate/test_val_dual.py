@@ -1,0 +1,175 @@
+"""The script itself, on real weights files and pictures: every format, task and head, and what it refuses.
+
+A network of random weights finds nothing useful, so its own detections are made the labels: measured again it has to
+be perfect, which needs every step from the picture to the label file and back to fit together.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import val_dual
+from models.checkpoint import Checkpoint, save_checkpoint
+from models.graph import DetectionModel
+from utils.data.loader import create_dataloader
+from utils.data.spec import load_data_spec
+from utils.evaluate import plots
+from utils.evaluate.validator import Validator
+from utils.files import read_yaml, write_yaml
+from utils.log import LOGGER
+from utils.train.loss import ComputeLoss
+
+pytestmark = pytest.mark.slow
+HYP = {"box": 7.5, "cls": 0.5, "dfl": 1.5, "cls_pw": 1.0, "fl_gamma": 0.0, "label_smoothing": 0.0}
+
+
+@pytest.fixture(autouse=True)
+def small_plots(monkeypatch):
+    monkeypatch.setattr(plots, "DPI", 30)
+
+
+@pytest.fixture
+def log(monkeypatch, caplog):
+    """Records of the project's logger."""
+    monkeypatch.setattr(LOGGER, "propagate", True)
+    caplog.set_level(logging.INFO, logger=LOGGER.name)
+    return caplog
+
+
+def make_model(cfg):
+    """Return a network with small boxes and spread confidences: what it finds is distinct."""
+    torch.manual_seed(0)
+    model = DetectionModel(cfg, nc=3)
+    model.names = {0: "rectangle", 1: "ellipse", 2: "triangle"}
+    for _ in range(2):  # sensible batch statistics
+        model.train()(torch.rand(2, 3, 128, 128))
+    with torch.no_grad():
+        for name, parameter in model.model[-1].named_parameters():
+            is_box, is_class = name.startswith(("cv2", "cv4")), name.startswith(("cv3", "cv5"))
+            if is_class and name.endswith("2.weight"):
+                parameter.mul_(8)
+            if is_box and name.endswith("2.bias"):
+                parameter.copy_(-torch.arange(16.0).repeat(4))  # favours the bins of short distances
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def models():
+    return {cfg: make_model(f"{cfg}.yaml") for cfg in ("yolov9-t", "gelan-t")}
+
+
+@pytest.fixture(scope="module")
+def weights(models, tmp_path_factory):
+    """Return a function from a network's name to its weights file."""
+    folder = tmp_path_factory.mktemp("weights")
+    for name, model in models.items():
+        checkpoint = Checkpoint(model=model.state_dict(), yaml=model.yaml, nc=3, names=model.names, kind="stripped")
+        save_checkpoint(folder / f"{name}.pt", checkpoint)
+    return lambda name: str(folder / f"{name}.pt")
+
+
+def measure(data, file, folder, **keywords):
+    small = {"imgsz": 128, "batch_size": 3, "workers": 0, "device": "cpu", "project": str(folder)}
+    return val_dual.run(data=str(data), weights=str(file), **{**small, **keywords})
+
+
+def relabelled(data, labels, folder):
+    """Return the data YAML of a copy of the validation pictures with the label files in ``labels``."""
+    spec = load_data_spec(data)
+    shutil.copytree(spec.val[0], folder / "images" / "val")
+    shutil.copytree(labels, folder / "labels" / "val")
+    content = {**read_yaml(data), "path": str(folder), "train": "images/val", "val": "images/val", "test": "images/val"}
+    write_yaml(folder / "data.yaml", content)
+    return folder / "data.yaml"
+
+
+def closed_loop(data, file, folder, **keywords):
+    """Return the figures of ``file`` on labels it made itself, and their data YAML."""
+    few = {"max_det": 4, "exist_ok": True, **keywords}
+    measure(data, file, folder / "runs", save_txt=True, **few)
+    own = relabelled(data, folder / "runs" / "exp" / "labels", folder / "set")
+    return measure(own, file, folder / "runs", name="again", **few), own
+
+
+@pytest.mark.parametrize("name", ["yolov9-t", "gelan-t"])
+def test_weights_of_both_heads_agree_with_themselves(shapes_dataset, weights, models, tmp_path, name):
+    result, own = closed_loop(shapes_dataset, weights(name), tmp_path)
+    assert result.images == 8 and result.instances > 8
+    assert result.map50 > 0.99 and result.map > 0.97
+    assert all(time > 0 for time in result.speed_ms)
+
+    model = models[name]
+    model.hyp = HYP
+    loader, _ = create_dataloader(load_data_spec(own).val, 128, 3, 32, rect=True, pad=0.5, workers=0, nc=3)
+    unfused = Validator(loader, names=model.names, device="cpu", max_det=4, loss_fn=ComputeLoss(model)).run(model)
+    assert unfused.summary()[:4] == pytest.approx(result.summary()[:4], abs=0.02)
+    assert all(loss > 0 for loss in unfused.losses)
+
+
+@pytest.mark.parametrize("include", ["torchscript", "onnx"])
+def test_exported_files_agree_with_themselves(shapes_dataset, weights, tmp_path, include, log):
+    if include == "onnx":
+        pytest.importorskip("onnx")
+        pytest.importorskip("onnxruntime")
+    from utils.deploy.exporter import export
+    from utils.options import ExportOptions
+
+    file = shutil.copy(weights("yolov9-t"), tmp_path)
+    (exported, *_), _ = export(ExportOptions(weights=[file], include=[include], imgsz=[128], batch_size=1))
+    result, _ = closed_loop(shapes_dataset, exported, tmp_path, imgsz=160, half=True)
+    assert result.map50 > 0.99 and result.map > 0.97
+    assert "--img 160: the file is made for 128" in log.text
+    assert "--half has no effect" in log.text
+
+
+def test_command_line_writes_the_usual_files(shapes_dataset, weights, tmp_path, log):
+    argv = ["--data", str(shapes_dataset), "--weights", weights("yolov9-t"), "--img", "128", "--batch", "4"]
+    argv += ["--workers", "0", "--device", "cpu", "--project", str(tmp_path), "--name", "a", "--task", "test"]
+    assert val_dual.main(argv) == 0
+    assert val_dual.main(argv) == 0
+    assert {"val_batch0_labels.jpg", "val_batch0_pred.jpg", "confusion_matrix.png"} <= {
+        file.name for file in (tmp_path / "a2").iterdir()
+    }
+    assert f"{'all':>22s}{4:>11d}" in log.text and f"{'ellipse':>22s}{4:>11d}" in log.text
+    assert "ms pre-process" in log.text and "Results saved to" in log.text
+
+
+def test_single_class_and_augmentation(shapes_dataset, weights, tmp_path):
+    result = measure(shapes_dataset, weights("yolov9-t"), tmp_path, single_cls=True, augment=True, task="train")
+    assert result.images == 24 and len(result.maps) == 1
+
+
+def test_min_items_leaves_images_out(shapes_dataset, weights, tmp_path):
+    every = measure(shapes_dataset, weights("gelan-t"), tmp_path, task="speed")[0]
+    some = measure(shapes_dataset, weights("gelan-t"), tmp_path, task="speed", min_items=4)[0]
+    assert 0 < some.images < every.images == 8
+    assert not list(tmp_path.rglob("*.png")), "the speed task draws nothing"
+
+
+def test_study(shapes_dataset, weights, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(val_dual, "STUDY_SIZES", (64, 96))
+    results = measure(shapes_dataset, weights("gelan-t"), tmp_path / "runs", task="study")
+    rows = [line.split() for line in Path(f"study_{shapes_dataset.stem}_gelan-t.txt").read_text().splitlines()]
+    assert len(results) == len(rows) == 2 and {len(row) for row in rows} == {10}
+    assert Path("study.zip").exists() and Path("study.png").exists()
+
+
+def test_refusals(shapes_dataset, weights, tmp_path):
+    with pytest.raises(ValueError, match="--task other"):
+        measure(shapes_dataset, weights("gelan-t"), tmp_path, task="other")
+    with pytest.raises(ValueError, match="ensembles"):
+        val_dual.run(data=str(shapes_dataset), weights=["a.pt", "b.pt"])
+    with pytest.raises(FileNotFoundError):
+        measure(shapes_dataset, tmp_path / "absent.pt", tmp_path)
+    spec = load_data_spec(shapes_dataset)
+    content = {"path": str(spec.path), "train": str(spec.val[0]), "val": str(spec.val[0]), "names": ["only one"]}
+    write_yaml(tmp_path / "one.yaml", content)
+    with pytest.raises(ValueError, match="knows 3 classes"):
+        measure(tmp_path / "one.yaml", weights("gelan-t"), tmp_path)
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()], "nothing is made before the checks"

@@ -1,0 +1,161 @@
+"""Blocks: shapes, arithmetic against plain formulas, refusals, activations per model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from models.blocks import (
+    DFL,
+    ELAN1,
+    SP,
+    SPPELAN,
+    AConv,
+    ADown,
+    Bottleneck,
+    CBFuse,
+    CBLinear,
+    Concat,
+    Conv,
+    DWConv,
+    RepConvN,
+    RepNBottleneck,
+    RepNCSP,
+    RepNCSPELAN4,
+    Silence,
+    same_padding,
+    set_activation,
+)
+from models.upstream import UPSTREAM_CLASSES, dotted_path
+
+
+@pytest.mark.parametrize(
+    ("block", "shape"),
+    [
+        (Conv(8, 12, 3, 2), (2, 12, 8, 12)),
+        (DWConv(8, 12, 3), (2, 12, 16, 24)),
+        (AConv(8, 12), (2, 12, 8, 12)),
+        (ADown(8, 12), (2, 12, 8, 12)),
+        (RepConvN(8, 12), (2, 12, 16, 24)),
+        (Bottleneck(8, 8), (2, 8, 16, 24)),
+        (RepNBottleneck(8, 8), (2, 8, 16, 24)),
+        (RepNCSP(8, 12, 2), (2, 12, 16, 24)),
+        (RepNCSPELAN4(8, 12, 8, 6, 2), (2, 12, 16, 24)),
+        (ELAN1(8, 12, 8, 6), (2, 12, 16, 24)),
+        (SP(5), (2, 8, 16, 24)),
+        (SPPELAN(8, 12, 4), (2, 12, 16, 24)),
+        (Silence(), (2, 8, 16, 24)),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_output_shape_and_gradient(block, shape):
+    x = torch.randn(2, 8, 16, 24, requires_grad=True)
+    y = block(x)
+    assert tuple(y.shape) == shape
+    y.square().sum().backward()
+    assert x.grad is not None and bool(x.grad.abs().sum() > 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"), [((3,), 1), ((5, None, 2), 4), ((1,), 0), (([3, 5],), [1, 2]), ((3, 0), 0)]
+)
+def test_same_padding(arguments, expected):
+    assert same_padding(*arguments) == expected
+
+
+def test_conv_is_convolution_norm_activation():
+    block = Conv(4, 6, 3).eval()
+    x = torch.randn(1, 4, 5, 5)
+    torch.testing.assert_close(block(x.clone()), F.silu(block.bn(block.conv(x))))
+    assert block.conv.bias is None
+    assert isinstance(Conv(4, 6, act=False).act, nn.Identity)
+    relu = nn.ReLU()
+    assert Conv(4, 6, act=relu).act is relu
+
+
+def test_dwconv_uses_the_common_divisor_as_groups():
+    assert DWConv(8, 12).conv.groups == 4
+
+
+def test_adown_convolves_the_first_half_and_pools_the_second():
+    block = ADown(4, 6).eval()
+    x = torch.randn(1, 4, 8, 8)
+    smooth = F.avg_pool2d(x, 2, 1)
+    expected = torch.cat((block.cv1(smooth[:, :2]), block.cv2(F.max_pool2d(smooth[:, 2:], 3, 2, 1))), 1)
+    torch.testing.assert_close(block(x), expected)
+    assert block.c == 3
+
+
+def test_repconvn_sums_both_branches_and_has_no_identity():
+    block = RepConvN(4, 4).eval()
+    x = torch.randn(1, 4, 6, 6)
+    torch.testing.assert_close(block(x), F.silu(block.conv1(x) + block.conv2(x)))
+    assert block.bn is None and not block.is_fused
+    with pytest.raises(ValueError, match="kernel 5"):
+        RepConvN(4, 4, k=5)
+
+
+def test_residual_only_where_widths_agree():
+    assert RepNBottleneck(8, 8).add and not RepNBottleneck(8, 12).add and not RepNBottleneck(8, 8, shortcut=False).add
+    block = Bottleneck(8, 8).eval()
+    x = torch.randn(1, 8, 4, 4)
+    torch.testing.assert_close(block(x), x + block.cv2(block.cv1(x)))
+
+
+def test_aggregation_keeps_all_stages():
+    block = ELAN1(4, 6, 8, 5).eval()
+    x = torch.randn(1, 4, 4, 4)
+    a, b = block.cv1(x).chunk(2, 1)
+    p = block.cv2(b)
+    torch.testing.assert_close(block(x), block.cv4(torch.cat((a, b, p, block.cv3(p)), 1)))
+
+
+def test_cblinear_and_cbfuse():
+    route = CBLinear(6, [4, 8])
+    assert route.conv.bias is not None
+    slices = route(torch.randn(2, 6, 4, 4))
+    assert [tuple(part.shape) for part in slices] == [(2, 4, 4, 4), (2, 8, 4, 4)]
+    target = torch.randn(2, 8, 8, 8)
+    fused = CBFuse([1, 1])([slices, slices, target])
+    enlarged = F.interpolate(slices[1], scale_factor=2, mode="nearest")
+    torch.testing.assert_close(fused, 2 * enlarged + target)
+
+
+def test_concat_joins_along_its_dimension():
+    parts = [torch.randn(1, 2, 3, 3), torch.randn(1, 4, 3, 3)]
+    torch.testing.assert_close(Concat(1)(parts), torch.cat(parts, 1))
+
+
+def test_dfl_is_the_expected_bin():
+    dfl = DFL(16)
+    assert not dfl.conv.weight.requires_grad
+    logits = torch.full((1, 64, 3), -1e4)
+    for side, bin_index in enumerate((0, 5, 9, 15)):
+        logits[0, side * 16 + bin_index] = 0
+    torch.testing.assert_close(dfl(logits)[0, :, 0], torch.tensor([0.0, 5.0, 9.0, 15.0]))
+    torch.testing.assert_close(dfl(torch.zeros(1, 64, 2)), torch.full((1, 4, 2), 7.5))
+
+
+def test_activation_is_replaced_in_one_network_only():
+    first, second = RepNCSP(8, 8), RepNCSP(8, 8)
+    set_activation(first, nn.LeakyReLU(0.1))
+    kinds = {type(block.act) for block in first.modules() if isinstance(block, (Conv, RepConvN))}
+    assert kinds == {nn.LeakyReLU, nn.Identity}  # identity: the inner branches of RepConvN
+    assert all(not isinstance(module, nn.LeakyReLU) for module in second.modules())
+    assert not any(isinstance(module, nn.LeakyReLU) for module in Conv(4, 4).modules())
+    slopes = {module.negative_slope for module in first.modules() if isinstance(module, nn.LeakyReLU)}
+    assert slopes == {0.1}
+
+
+def test_explicit_activation_stays():
+    block = Conv(4, 4, act=nn.Hardswish())
+    set_activation(block, nn.ReLU())
+    assert isinstance(block.act, nn.Hardswish)
+
+
+def test_names_under_which_upstream_pickles():
+    assert UPSTREAM_CLASSES["models.common.Conv"] is Conv
+    assert dotted_path(RepNCSPELAN4) == "models.common.RepNCSPELAN4"
+    assert dotted_path(nn.Upsample) == "torch.nn.modules.upsampling.Upsample"

@@ -1,0 +1,297 @@
+"""Checkpoints: our format, upstream's files, the model built from either."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from models.checkpoint import (
+    FORMAT,
+    Checkpoint,
+    attempt_load,
+    build_model,
+    complete_names,
+    count_classes,
+    is_fused,
+    load_checkpoint,
+    save_checkpoint,
+    strip_optimizer,
+)
+from models.graph import DetectionModel
+from models.heads import lead_prediction
+from models.safe_reader import WeightsFileError
+from tests.reference.fill import fill_state_dict
+
+FORWARDS = (
+    "upstream_yolov9-t_train.model",
+    "upstream_yolov9-t_train.ema",
+    "upstream_yolov9-t_stripped.model",
+    "upstream_gelan-t_stripped.model",
+    "upstream_yolov9-t_nc3_stripped.model",
+)
+BOX_TOLERANCE_PX, SCORE_TOLERANCE = 1e-2, 1e-4
+
+
+def random_images(seed: int, *shape: int) -> Tensor:
+    generator = np.random.Generator(np.random.PCG64(seed))
+    return torch.from_numpy(generator.random(shape).astype(np.float32))
+
+
+@pytest.fixture(scope="module")
+def model() -> DetectionModel:
+    network = DetectionModel("gelan-t.yaml", nc=3)
+    fill_state_dict(network.state_dict(), "ckpt.")
+    network.names = {0: "bolt", 1: "螺母", 2: "washer"}
+    return network.eval()
+
+
+@pytest.fixture
+def checkpoint(model: DetectionModel) -> Checkpoint:
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    average = {key: value * 0.5 if value.is_floating_point() else value for key, value in state.items()}
+    return Checkpoint(
+        model=state,
+        ema=average,
+        yaml=copy.deepcopy(model.yaml),
+        nc=3,
+        names=dict(model.names),
+        epoch=4,
+        best_fitness=np.float64(0.25),
+        updates=np.int64(77),
+        optimizer={"state": {0: {"momentum_buffer": torch.ones(3)}}, "param_groups": [{"lr": np.float32(0.5)}]},
+        trainer={"rng": torch.get_rng_state(), "numpy": ("PCG64", [1, 2**70])},
+        hyp={"lr0": 0.01},
+        opt={"save_dir": Path("runs/exp"), "freeze": [0]},
+        metrics={"map": np.array([0.5])},
+    )
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_upstream_file_gives_upstream_predictions(golden: Callable[[str], Path], name: str) -> None:
+    stem, part = name.rsplit(".", 1)
+    expected = np.load(golden("models/ckpt_forward.npz"))[name]
+    network = build_model(load_checkpoint(golden(f"models/{stem}.pt")), use_ema=part == "ema").eval()
+    with torch.no_grad():
+        found = lead_prediction(network(random_images(11, 1, 3, 160, 192))).numpy()
+    assert np.abs(found[:, :4] - expected[:, :4]).max() <= BOX_TOLERANCE_PX
+    assert np.abs(found[:, 4:] - expected[:, 4:]).max() <= SCORE_TOLERANCE
+
+
+def test_attempt_load_fuses_and_prefers_the_average(golden: Callable[[str], Path]) -> None:
+    expected = np.load(golden("models/ckpt_forward.npz"))["upstream_yolov9-t_train.ema"]
+    network = attempt_load(golden("models/upstream_yolov9-t_train.pt"))
+    assert not network.training and is_fused(network.state_dict())
+    assert not any(parameter.requires_grad for parameter in network.parameters())
+    found = lead_prediction(network(random_images(11, 1, 3, 160, 192))).numpy()
+    assert np.abs(found[:, :4] - expected[:, :4]).max() <= BOX_TOLERANCE_PX
+
+
+def test_upstream_training_file_keeps_what_resuming_needs(golden: Callable[[str], Path]) -> None:
+    loaded = load_checkpoint(golden("models/upstream_yolov9-t_train.pt"))
+    assert (loaded.origin, loaded.kind, loaded.epoch, loaded.updates, loaded.nc) == ("upstream", "training", 3, 1, 80)
+    assert loaded.best_fitness == pytest.approx(0.21) and type(loaded.best_fitness) is float
+    assert loaded.names[0] == "person" and loaded.opt["freeze"] and loaded.hyp["lr0"] == 0.01
+    assert [len(group["params"]) for group in loaded.optimizer["param_groups"]] == [303, 305, 291]
+
+
+def test_stripped_upstream_file_has_defaults_for_what_is_gone(golden: Callable[[str], Path]) -> None:
+    loaded = load_checkpoint(golden("models/upstream_yolov9-t_nc3_stripped.pt"))
+    assert (loaded.kind, loaded.epoch, loaded.ema, loaded.optimizer, loaded.best_fitness) == (
+        "stripped", -1, None, None, 0.0,
+    )  # fmt: skip
+    assert loaded.names == {0: "bolt", 1: "nut", 2: "washer"}
+
+
+def test_upstream_file_survives_our_format(golden: Callable[[str], Path], tmp_path: Path) -> None:
+    loaded = load_checkpoint(golden("models/upstream_yolov9-t_train.pt"))
+    save_checkpoint(tmp_path / "ours.pt", loaded)
+    again = load_checkpoint(tmp_path / "ours.pt")
+    assert again.origin == FORMAT
+    assert all(torch.equal(again.model[key], loaded.model[key]) for key in loaded.model)
+    assert again.opt == loaded.opt and again.epoch == 3
+
+
+def test_our_file_opens_with_weights_only(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "last.pt", checkpoint)
+    content = torch.load(tmp_path / "last.pt", weights_only=True)
+    assert (content["format"], content["version"], content["kind"]) == ("yolov9-checkpoint", 1, "training")
+    assert content["names"] == {0: "bolt", 1: "螺母", 2: "washer"}
+    assert type(content["best_fitness"]) is float and type(content["updates"]) is int
+    assert type(content["optimizer"]["param_groups"][0]["lr"]) is float
+    assert content["opt"] == {"save_dir": str(Path("runs/exp")), "freeze": [0]} and content["metrics"] == {"map": 0.5}
+
+
+def test_round_trip_is_exact(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "last.pt", checkpoint)
+    loaded = load_checkpoint(tmp_path / "last.pt")
+    for part in ("model", "ema"):
+        before, after = getattr(checkpoint, part), getattr(loaded, part)
+        assert list(before) == list(after) and all(torch.equal(before[key], after[key]) for key in before)
+    assert torch.equal(loaded.trainer["rng"], torch.get_rng_state())
+    assert loaded.trainer["numpy"] == ("PCG64", [1, 2**70])
+    assert loaded.yaml == checkpoint.yaml and loaded.date == checkpoint.date and loaded.origin == FORMAT
+
+
+def test_built_model_predicts_what_was_saved(model: DetectionModel, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "last.pt", checkpoint)
+    rebuilt = build_model(load_checkpoint(tmp_path / "last.pt"), use_ema=False).eval()
+    images = random_images(1, 2, 3, 64, 96)
+    with torch.no_grad():
+        assert torch.equal(lead_prediction(rebuilt(images)), lead_prediction(model(images)))
+    assert rebuilt.names[1] == "螺母" and rebuilt.nc == 3 and rebuilt.hyp == {"lr0": 0.01}
+    averaged = build_model(load_checkpoint(tmp_path / "last.pt"))
+    assert torch.equal(averaged.state_dict()["model.0.conv.weight"], checkpoint.ema["model.0.conv.weight"])
+
+
+def test_failed_save_leaves_the_old_file(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    path = tmp_path / "last.pt"
+    save_checkpoint(path, checkpoint)
+    before = path.read_bytes()
+    checkpoint.trainer = {"stopper": {"best": object()}}
+    with pytest.raises(TypeError, match=r"checkpoint\.trainer\.stopper\.best is a object"):
+        save_checkpoint(path, checkpoint)
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
+def test_view_does_not_drag_its_storage_along(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    checkpoint.model, checkpoint.ema = {"model.0.a": torch.zeros(1_000_000)[:10]}, None
+    save_checkpoint(tmp_path / "small.pt", checkpoint)
+    assert (tmp_path / "small.pt").stat().st_size < 100_000
+
+
+def test_newer_version_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    torch.save({"format": FORMAT, "version": 2, "model": {}}, tmp_path / "new.pt")
+    with pytest.raises(WeightsFileError, match="version 2.*reads up to 1"):
+        load_checkpoint(tmp_path / "new.pt")
+
+
+def test_unknown_entries_of_a_file_are_passed_over(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    torch.save({"format": FORMAT, "version": 1, "model": {}, "note": "x"}, tmp_path / "more.pt")
+    assert load_checkpoint(tmp_path / "more.pt").kind == "training"
+
+
+def test_strip_keeps_the_average_in_half(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "last.pt", checkpoint)
+    target = strip_optimizer(tmp_path / "last.pt", tmp_path / "small.pt")
+    loaded = load_checkpoint(target)
+    assert (loaded.kind, loaded.epoch, loaded.ema, loaded.optimizer, loaded.trainer) == (
+        "stripped",
+        -1,
+        None,
+        None,
+        None,
+    )
+    assert loaded.model["model.0.conv.weight"].dtype == torch.float16
+    assert torch.equal(loaded.model["model.0.conv.weight"], checkpoint.ema["model.0.conv.weight"].half())
+    assert loaded.model["model.0.bn.num_batches_tracked"].dtype == torch.int64
+    assert loaded.names == checkpoint.names and loaded.metrics == {"map": 0.5}
+    assert load_checkpoint(tmp_path / "last.pt").kind == "training"
+
+
+def test_strip_in_place_and_again(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    path = tmp_path / "best.pt"
+    save_checkpoint(path, checkpoint)
+    big = path.stat().st_size
+    assert strip_optimizer(path) == path
+    once = load_checkpoint(path)
+    strip_optimizer(path)
+    assert path.stat().st_size < 0.4 * big
+    assert all(torch.equal(once.model[key], value) for key, value in load_checkpoint(path).model.items())
+
+
+def test_strip_keeps_values_that_half_cannot_hold(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    checkpoint.ema["model.0.bn.running_var"][0] = 1e6
+    save_checkpoint(tmp_path / "last.pt", checkpoint)
+    stripped = load_checkpoint(strip_optimizer(tmp_path / "last.pt"))
+    assert stripped.model["model.0.bn.running_var"][0] == 1e6
+
+
+def test_bare_state_dict_needs_a_definition(model: DetectionModel, tmp_path: Path) -> None:
+    for name, content in {"a": model.state_dict(), "b": {"state_dict": model.state_dict()}}.items():
+        torch.save(content, tmp_path / f"{name}.pt")
+        loaded = load_checkpoint(tmp_path / f"{name}.pt")
+        assert loaded.origin == "state_dict"
+        with pytest.raises(ValueError, match="--cfg"):
+            build_model(loaded)
+        rebuilt = build_model(loaded, cfg="gelan-t.yaml")
+        assert rebuilt.nc == 3 and rebuilt.names == {0: "0", 1: "1", 2: "2"}
+
+
+@pytest.mark.parametrize("content", [{}, [1], {"epoch": 3}, {"model": None}, {"layer1.weight": torch.zeros(1)}, 7])
+def test_files_without_a_network_are_refused(tmp_path: Path, content: object) -> None:
+    torch.save(content, tmp_path / "odd.pt")
+    with pytest.raises(WeightsFileError, match="odd.pt"):
+        load_checkpoint(tmp_path / "odd.pt")
+
+
+def test_wrong_definition_names_the_first_keys(checkpoint: Checkpoint) -> None:
+    with pytest.raises(ValueError, match=r"missing: model\.\d+\..*unknown: model\..*--cfg"):
+        build_model(checkpoint, cfg="yolov9-t.yaml")
+    with pytest.raises(ValueError, match=r"of another shape: model\.0\.conv\.weight \(16, 3, 3, 3\) instead"):
+        build_model(checkpoint, cfg="gelan-s.yaml")
+
+
+def test_class_count_is_read_from_the_tensors(checkpoint: Checkpoint) -> None:
+    assert count_classes(checkpoint.model) == 3
+    checkpoint.yaml["nc"], checkpoint.nc = 80, 80
+    assert build_model(checkpoint).yaml["nc"] == 3
+    with pytest.raises(ValueError, match="5 classes were asked for, but the weights have 3"):
+        build_model(checkpoint, nc=5)
+    with pytest.raises(ValueError, match="no detection head"):
+        count_classes({"model.0.conv.weight": torch.zeros(1)})
+
+
+def test_fused_tensors_load_into_a_fused_model(model: DetectionModel, checkpoint: Checkpoint) -> None:
+    checkpoint.model, checkpoint.ema = copy.deepcopy(model).fuse().state_dict(), None
+    rebuilt = build_model(checkpoint).eval()
+    images = random_images(2, 1, 3, 64, 64)
+    with torch.no_grad():
+        difference = (lead_prediction(rebuilt(images)) - lead_prediction(model(images))).abs().max()
+    assert difference < 1e-2
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_head_takes_its_widths_from_the_tensors(fused: bool) -> None:
+    published = DetectionModel("gelan-t.yaml", nc=80)
+    published.head.set_hidden_widths([(64, 80)])
+    published.finish_blocks()
+    fill_state_dict(published.state_dict(), "ckpt.")
+    published.eval()
+    images = random_images(3, 1, 3, 64, 64)
+    with torch.no_grad():
+        expected = lead_prediction(published(images))
+        state = (published.fuse() if fused else published).state_dict()
+        rebuilt = build_model(Checkpoint(model=state, yaml=published.yaml)).eval()
+        found = lead_prediction(rebuilt(images))
+    assert sum(parameter.numel() for parameter in rebuilt.fuse().parameters()) == 2_001_840
+    assert (found - expected).abs().max() < (1e-2 if fused else 1e-6)
+
+
+def test_file_of_format_version_1_still_loads() -> None:
+    # Written when the format was new; a later version of this program has to read it without any change to the file.
+    loaded = load_checkpoint(Path(__file__).parent / "data" / "checkpoint_v1.pt")
+    assert (loaded.kind, loaded.names, loaded.date) == ("stripped", {0: "bolt", 1: "螺母"}, "2025-01-01T00:00:00")
+    assert loaded.hyp == {"lr0": 0.01} and loaded.opt == {"epochs": 10} and loaded.metrics == {"map": 0.5}
+    images = (torch.arange(3 * 32 * 32).view(1, 3, 32, 32) % 7) / 7
+    with torch.no_grad():
+        found = lead_prediction(build_model(loaded).eval()(images))
+    assert found.shape == (1, 6, 16)
+    expected = torch.tensor([10.866821, 14.453106, 121.566833, 118.835304, 0.469737, 0.459497])
+    assert torch.allclose(found[0, :, 5], expected, rtol=0, atol=1e-3)
+
+
+def test_names_are_completed() -> None:
+    assert complete_names(["a", "b"], 3) == {0: "a", 1: "b", 2: "2"}
+    assert complete_names({"0": "x"}, 1) == {0: "x"}
+    assert complete_names(None, 2) == {0: "0", 1: "1"}
+
+
+def test_ensembles_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="ensembles"):
+        attempt_load(["a.pt", "b.pt"])

@@ -1,0 +1,1 @@
+"""Slow, plain implementations that the fast code is compared with."""

@@ -1,0 +1,1 @@
+"""Data sets: description, scan, decoding, augmentation, loaders, and sources for detection."""

@@ -1,0 +1,345 @@
+"""Random changes of training pictures together with their labels: mosaic, affine, mixup, copy-paste, colour, flips.
+
+Every random draw comes from a NumPy Generator handed in, in a fixed order, so that one seed gives one sample.
+Labels here are (n, 5) arrays `class, x1, y1, x2, y2` in pixels; segments hold one (k, 2) array per label row, or none.
+The four Albumentations steps that upstream tries (blur, median blur, grey, CLAHE, each once in a hundred pictures) are
+not part of it: they fail there with current releases of that package and are then left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import cv2
+import numpy as np
+
+from utils.boxes import bbox_ioa, resample_segments, segment2box
+from utils.data.images import FILL
+
+OVERLAP_LIMIT = 0.30  # a pasted object may hide less than this share of any object
+MIX_BETA = 32.0  # both parameters of mixup's Beta distribution: ratios near one half
+KEEP_AREA, KEEP_AREA_SEGMENTS = 0.10, 0.01  # smallest share of an object's area that must survive the warp
+
+
+@dataclass(frozen=True)
+class AugmentSettings:
+    """The hyper-parameters that concern pictures; the neutral defaults change nothing."""
+
+    hsv_h: float = 0.0
+    hsv_s: float = 0.0
+    hsv_v: float = 0.0
+    degrees: float = 0.0
+    translate: float = 0.0
+    scale: float = 0.0
+    shear: float = 0.0
+    perspective: float = 0.0
+    flipud: float = 0.0
+    fliplr: float = 0.0
+    mosaic: float = 0.0
+    mixup: float = 0.0
+    copy_paste: float = 0.0
+
+    @classmethod
+    def from_hyp(cls, hyp: object) -> AugmentSettings:
+        """Take the values from a mapping or from an object with attributes; None and absent values stay neutral."""
+        names = [item.name for item in fields(cls)]
+        if isinstance(hyp, Mapping):
+            return cls(**{name: float(hyp[name]) for name in names if name in hyp})
+        return cls(**{name: float(getattr(hyp, name)) for name in names if hasattr(hyp, name)})
+
+
+# ------------------------------------------------------------------------------------------------ colour and flips
+
+
+def augment_hsv(
+    im: np.ndarray,
+    hgain: float = 0.5,
+    sgain: float = 0.5,
+    vgain: float = 0.5,
+    *,
+    rng: np.random.Generator | None = None,
+) -> None:
+    """Change hue, saturation and value of a BGR picture in place, each by a factor 1 + u^3 * gain, u in [-1, 1)."""
+    if not (hgain or sgain or vgain):
+        return
+    draws = _generator(rng).uniform(-1, 1, 3)
+    factors = draws**3 * (hgain, sgain, vgain) + 1
+    values = np.arange(256, dtype=np.float64)
+    table = np.empty((1, 256, 3), np.uint8)
+    table[0, :, 0] = (values * factors[0]) % 180
+    table[0, :, 1] = np.clip(values * factors[1], 0, 255)
+    table[0, :, 2] = np.clip(values * factors[2], 0, 255)
+    hsv = cv2.cvtColor(im, cv2.COLOR_BGR2HSV)
+    cv2.LUT(hsv, table, dst=hsv)  # one table per channel in a single pass
+    cv2.cvtColor(hsv, cv2.COLOR_HSV2BGR, dst=im)
+
+
+def flip_labels(labels_xywhn: np.ndarray, *, vertical: bool) -> None:
+    """Mirror normalised labels (n, 5) in place: y -> 1 - y if vertical, else x -> 1 - x."""
+    column = 2 if vertical else 1
+    labels_xywhn[:, column] = 1 - labels_xywhn[:, column]
+
+
+# ------------------------------------------------------------------------------------------------------------ affine
+
+
+class AffineDraws(NamedTuple):
+    """The eight random numbers of one affine change, in drawing order.
+
+    perspective_x, perspective_y: last matrix row; angle and shears in degrees; translations as fractions of the output.
+    """
+
+    perspective_x: float
+    perspective_y: float
+    angle: float
+    scale: float
+    shear_x: float
+    shear_y: float
+    translate_x: float
+    translate_y: float
+
+
+def draw_affine(
+    rng: np.random.Generator, degrees: float, translate: float, scale: float, shear: float, perspective: float
+) -> AffineDraws:
+    """Draw the parameters of one affine change."""
+    return AffineDraws(
+        rng.uniform(-perspective, perspective),
+        rng.uniform(-perspective, perspective),
+        rng.uniform(-degrees, degrees),
+        rng.uniform(1 - scale, 1 + scale),
+        rng.uniform(-shear, shear),
+        rng.uniform(-shear, shear),
+        rng.uniform(0.5 - translate, 0.5 + translate),
+        rng.uniform(0.5 - translate, 0.5 + translate),
+    )
+
+
+def affine_matrix(draws: AffineDraws, in_shape: tuple[int, int], out_shape: tuple[int, int]) -> np.ndarray:
+    """Matrix (3, 3) from input to output pixels: centre, perspective, rotation and scale, shear, translation.
+
+    Shapes are (height, width). The steps are applied in the order named, so the product reads from right to left.
+    """
+    centre, tilt, shear, shift = np.eye(3), np.eye(3), np.eye(3), np.eye(3)
+    centre[:2, 2] = -in_shape[1] / 2, -in_shape[0] / 2
+    tilt[2, :2] = draws.perspective_x, draws.perspective_y
+    rotation = np.eye(3)
+    rotation[:2] = cv2.getRotationMatrix2D(center=(0, 0), angle=draws.angle, scale=draws.scale)
+    shear[0, 1] = math.tan(math.radians(draws.shear_x))
+    shear[1, 0] = math.tan(math.radians(draws.shear_y))
+    shift[:2, 2] = draws.translate_x * out_shape[1], draws.translate_y * out_shape[0]
+    return shift @ shear @ rotation @ tilt @ centre
+
+
+def random_perspective(
+    im: np.ndarray,
+    targets: np.ndarray | Sequence[Sequence[float]] = (),
+    segments: Sequence[np.ndarray] = (),
+    degrees: float = 10,
+    translate: float = 0.1,
+    scale: float = 0.1,
+    shear: float = 10,
+    perspective: float = 0.0,
+    border: tuple[int, int] = (0, 0),
+    *,
+    rng: np.random.Generator | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Warp a picture and its targets (n, 5) by a random affine change; border (y, x) is added on every side.
+
+    Returns the warped picture and the targets that are still worth keeping.
+    """
+    draws = draw_affine(_generator(rng), degrees, translate, scale, shear, perspective)
+    return apply_affine(im, targets, segments, draws, border, is_projective=bool(perspective))
+
+
+def apply_affine(
+    im: np.ndarray,
+    targets: np.ndarray | Sequence[Sequence[float]],
+    segments: Sequence[np.ndarray],
+    draws: AffineDraws,
+    border: tuple[int, int] = (0, 0),
+    *,
+    is_projective: bool = False,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Warp with given draws; the deterministic half of `random_perspective`."""
+    height, width = im.shape[0] + 2 * border[0], im.shape[1] + 2 * border[1]
+    matrix = affine_matrix(draws, im.shape[:2], (height, width))
+    if border != (0, 0) or not np.array_equal(matrix, np.eye(3)):
+        if is_projective:
+            im = cv2.warpPerspective(im, matrix, dsize=(width, height), borderValue=FILL)
+        else:
+            im = cv2.warpAffine(im, matrix[:2], dsize=(width, height), borderValue=FILL)
+    targets = np.asarray(targets)
+    if not len(targets):
+        return im, np.zeros((0, 5), np.float32)
+    use_segments = len(segments) == len(targets) and any(np.any(points) for points in segments)
+    if use_segments:
+        corners = _warp_segments(segments, matrix, width, height, is_projective)
+    else:
+        corners = _warp_boxes(targets[:, 1:5], matrix, width, height, is_projective)
+    area = KEEP_AREA_SEGMENTS if use_segments else KEEP_AREA
+    kept = box_candidates(targets[:, 1:5].T * draws.scale, corners.T, area_thr=area)
+    targets = targets[kept]
+    targets[:, 1:5] = corners[kept]
+    return im, targets
+
+
+def _warp_points(points: np.ndarray, matrix: np.ndarray, is_projective: bool) -> np.ndarray:
+    """Move points (..., 2) by a matrix (3, 3)."""
+    moved = points @ matrix[:, :2].T + matrix[:, 2]
+    return moved[..., :2] / moved[..., 2:] if is_projective else moved[..., :2]
+
+
+def _warp_boxes(boxes: np.ndarray, matrix: np.ndarray, width: int, height: int, is_projective: bool) -> np.ndarray:
+    """Envelopes (n, 4) of the four warped corners of each box, clipped to the output."""
+    corners = boxes[:, [0, 1, 2, 3, 0, 3, 2, 1]].reshape(-1, 4, 2)  # (N, corner, xy)
+    moved = _warp_points(corners, matrix, is_projective)
+    envelope = np.concatenate((moved.min(1), moved.max(1)), 1)  # (N, 4)
+    envelope[:, 0::2] = envelope[:, 0::2].clip(0, width)
+    envelope[:, 1::2] = envelope[:, 1::2].clip(0, height)
+    return envelope
+
+
+def _warp_segments(
+    segments: Sequence[np.ndarray], matrix: np.ndarray, width: int, height: int, is_projective: bool
+) -> np.ndarray:
+    """Envelopes (n, 4) of the warped outlines, of those points that lie in the output (zeros if none does)."""
+    outlines = resample_segments(list(segments))
+    moved = (_warp_points(points, matrix, is_projective) for points in outlines)
+    return np.array([segment2box(points, width, height) for points in moved])
+
+
+def box_candidates(
+    box1: np.ndarray,
+    box2: np.ndarray,
+    wh_thr: float = 2,
+    ar_thr: float = 100,
+    area_thr: float = 0.1,
+    eps: float = 1e-16,
+) -> np.ndarray:
+    """Which boxes (4, n) are worth keeping after a change from box1 to box2: (n,) bool.
+
+    Kept are boxes larger than wh_thr pixels on both sides, with more than area_thr of the old area and with sides
+    whose ratio stays below ar_thr.
+    """
+    w1, h1 = box1[2] - box1[0], box1[3] - box1[1]
+    w2, h2 = box2[2] - box2[0], box2[3] - box2[1]
+    aspect = np.maximum(w2 / (h2 + eps), h2 / (w2 + eps))
+    return (w2 > wh_thr) & (h2 > wh_thr) & (w2 * h2 / (w1 * h1 + eps) > area_thr) & (aspect < ar_thr)
+
+
+# ------------------------------------------------------------------------------------------- several pictures in one
+
+
+class Tile(NamedTuple):
+    """Where one picture of a mosaic goes: rectangles x1, y1, x2, y2 on the canvas and in the picture."""
+
+    canvas: tuple[int, int, int, int]
+    source: tuple[int, int, int, int]
+
+    @property
+    def shift(self) -> tuple[int, int]:
+        """What has to be added to the picture's x and y to get canvas coordinates."""
+        return self.canvas[0] - self.source[0], self.canvas[1] - self.source[1]
+
+
+def mosaic_tile(position: int, width: int, height: int, centre: tuple[int, int], side: int) -> Tile:
+    """Place a picture in a quarter (0 top left, 1 top right, 2 bottom left, 3 bottom right) of a side x side canvas.
+
+    The picture touches the centre (x, y) with its inner corner; what reaches beyond the canvas is cut.
+    """
+    centre_x, centre_y = centre
+    left = centre_x - width if position in (0, 2) else centre_x
+    top = centre_y - height if position in (0, 1) else centre_y
+    x1, y1, x2, y2 = max(left, 0), max(top, 0), min(left + width, side), min(top + height, side)
+    return Tile((x1, y1, x2, y2), (x1 - left, y1 - top, x2 - left, y2 - top))
+
+
+def draw_centre(rng: np.random.Generator, size: int) -> tuple[int, int]:
+    """Draw the mosaic's centre (x, y) from the middle half of the canvas of 2 * size pixels; y is drawn first."""
+    centre_y = int(rng.uniform(size / 2, 2 * size - size / 2))
+    return int(rng.uniform(size / 2, 2 * size - size / 2)), centre_y
+
+
+def mosaic4(
+    parts: Sequence[tuple[np.ndarray, np.ndarray, Sequence[np.ndarray]]], centre: tuple[int, int], size: int
+) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+    """Join four pictures (top left, top right, bottom left, bottom right) on a canvas of 2 * size pixels.
+
+    Each part is (picture with long side `size`, labels (n, 5) class x y w h, segments, one per row), both as fractions.
+    Returns the canvas, labels (n, 5) in pixel corners and segments in pixels, clipped to the canvas.
+    """
+    side = 2 * size
+    canvas = np.full((side, side, 3), FILL[0], np.uint8)
+    labels, segments = [np.zeros((0, 5), np.float32)], []
+    for position, (image, rows, outlines) in enumerate(parts):
+        height, width = image.shape[:2]
+        tile = mosaic_tile(position, width, height, centre, side)
+        (cx1, cy1, cx2, cy2), (sx1, sy1, sx2, sy2) = tile
+        canvas[cy1:cy2, cx1:cx2] = image[sy1:sy2, sx1:sx2]
+        labels.append(to_pixels(rows, width, height, tile.shift))
+        segments += [points * np.float32((width, height)) + np.float32(tile.shift) for points in outlines]
+    joined = np.concatenate(labels)
+    np.clip(joined[:, 1:], 0, side, out=joined[:, 1:])
+    for points in segments:
+        np.clip(points, 0, side, out=points)
+    return canvas, joined, segments
+
+
+def to_pixels(rows: np.ndarray, width: float, height: float, shift: tuple[float, float] = (0, 0)) -> np.ndarray:
+    """Labels (n, 5) class x y w h as fractions -> class and pixel corners, moved by shift (x, y)."""
+    half = rows[:, 3:5] / 2
+    corners = np.concatenate((rows[:, 1:3] - half, rows[:, 1:3] + half), 1)  # (N, 4)
+    scale = np.float32((width, height, width, height))
+    return np.concatenate((rows[:, :1], corners * scale + np.float32((*shift, *shift))), 1)
+
+
+def mixup(
+    im: np.ndarray, labels: np.ndarray, im2: np.ndarray, labels2: np.ndarray, *, rng: np.random.Generator | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Blend two pictures of one size with a ratio drawn from Beta(32, 32) and join their labels."""
+    ratio = _generator(rng).beta(MIX_BETA, MIX_BETA)
+    blended = (im * np.float32(ratio) + im2 * np.float32(1 - ratio)).astype(np.uint8)
+    return blended, np.concatenate((labels, labels2))
+
+
+def copy_paste(
+    im: np.ndarray,
+    labels: np.ndarray,
+    segments: Sequence[np.ndarray],
+    p: float = 0.5,
+    *,
+    rng: np.random.Generator | None = None,
+) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+    """Paste mirrored copies of a share p of the outlined objects where they hide little of the others.
+
+    Labels (n, 5) in pixel corners, segments in pixels, one per row. The picture is changed in place; returns picture,
+    labels and segments, the copies last.
+    """
+    segments = list(segments)
+    if not p or not segments or len(segments) != len(labels):
+        return im, labels, segments
+    width = im.shape[1]
+    mirrored = labels[:, 1:5].copy()
+    mirrored[:, [0, 2]] = width - labels[:, [3, 1]]
+    overlap = np.stack([bbox_ioa(box, labels[:, 1:5]) for box in mirrored])  # (N copies, N objects)
+    candidates = np.flatnonzero((overlap < OVERLAP_LIMIT).all(1))
+    chosen = _generator(rng).permutation(candidates)[: round(p * len(candidates))]
+    if not len(chosen):
+        return im, labels, segments
+    mask = np.zeros(im.shape[:2], np.uint8)
+    for index in chosen:
+        outline = segments[index]
+        cv2.drawContours(mask, [outline.astype(np.int32)], -1, 1, cv2.FILLED)
+        segments.append(np.stack((width - outline[:, 0], outline[:, 1]), 1))
+    copies = np.concatenate((labels[chosen, :1], mirrored[chosen]), 1)
+    where = cv2.flip(mask, 1).view(bool)
+    im[where] = cv2.flip(im, 1)[where]
+    return im, np.concatenate((labels, copies)), segments
+
+
+def _generator(rng: np.random.Generator | None) -> np.random.Generator:
+    return np.random.default_rng() if rng is None else rng

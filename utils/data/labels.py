@@ -1,0 +1,251 @@
+"""Label files: one row per object, read row by row so that a bad row costs itself and nothing else.
+
+A row of 5 numbers is `class x_centre y_centre width height`, 6 add a confidence, 1 + 2k (k >= 3) hold a polygon;
+all coordinates are fractions of the picture's width and height.
+"""
+
+from __future__ import annotations
+
+import codecs
+import os
+import re
+import unicodedata
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+SMALLEST_SIDE = 1e-6  # what six decimals can hold; thinner boxes count as empty
+PIXEL_LIMIT = 2.0  # fractions beyond this cannot be overshoot any more
+COUNTED_OVERSHOOT = 1e-5  # smaller overshoot is the rounding of six decimals and not worth counting
+_DECIMAL_COMMA = re.compile(r"[+-]?\d+(,\d+)?")
+
+
+@dataclass(frozen=True)
+class RowProblem:
+    """A remark about one row of a label file; line counts from 1, 0 means the file as a whole."""
+
+    line: int
+    text: str
+
+
+@dataclass
+class LabelFile:
+    """Parsed label file.
+
+    boxes: (n, 5) float32 class, x, y, w, h as fractions, inside the picture; segments: one (k, 2) float32 array per
+    row, k = 0 for rows that are boxes; lines: (n,) line numbers. `error` tells why the whole picture must be left out.
+    """
+
+    boxes: np.ndarray
+    segments: list[np.ndarray] = field(default_factory=list)
+    lines: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    problems: list[RowProblem] = field(default_factory=list)  # every refused row; remarks once, at their first row
+    refused: int = 0
+    clipped: int = 0
+    duplicates: int = 0
+    rows: int = 0
+    error: str | None = None
+
+    def remark(self, line: int, text: str) -> None:
+        """Note something odd that was understood; the same remark is kept for the first row only."""
+        if all(problem.text != text for problem in self.problems):
+            self.problems.append(RowProblem(line, text))
+
+    @property
+    def has_polygons(self) -> bool:
+        """Whether at least one row is a polygon."""
+        return any(len(segment) for segment in self.segments)
+
+
+class _RefusedRow(ValueError):
+    """One row cannot be used."""
+
+
+class _PixelValues(ValueError):
+    """Coordinates are no fractions."""
+
+
+def read_label_file(path: str | Path) -> LabelFile:
+    """Read a label file from disk; unreadable encodings end up in `error`. Raises OSError where it cannot be opened."""
+    data = Path(path).read_bytes()
+    try:
+        text = decode_text(data)
+    except UnicodeDecodeError as error:
+        return LabelFile(np.zeros((0, 5), np.float32), error=f"encoding is neither UTF-8 nor UTF-16 ({error})")
+    return parse_label_text(text)
+
+
+def decode_text(data: bytes) -> str:
+    """Decode UTF-8 with or without byte order mark, and UTF-16; raises UnicodeDecodeError for anything else."""
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return data.decode("utf-16")
+    if data[1:2] == b"\0" or data[:1] == b"\0":
+        return data.decode("utf-16-le" if data[1:2] == b"\0" else "utf-16-be")
+    return data.decode("utf-8-sig")
+
+
+def split_lines(text: str) -> list[str]:
+    """Lines of a text with any kind of line ending, stripped of white space on both sides."""
+    return [line.strip() for line in re.split(r"\r\n|\r|\n", text)]
+
+
+def parse_label_text(text: str) -> LabelFile:
+    """Parse the text of a label file; rows keep their order, identical rows are kept once."""
+    label = LabelFile(np.zeros((0, 5), np.float32))
+    rows: list[tuple[float, ...]] = []
+    lines: list[int] = []
+    seen: set[tuple[float, ...]] = set()
+    for number, line in enumerate(split_lines(text), start=1):
+        if not line or line.startswith("#"):
+            continue
+        label.rows += 1
+        try:
+            values = _row_values(line, number, label)
+            box, points, is_clipped = _row_geometry(values)
+        except _RefusedRow as reason:
+            label.refused += 1
+            label.problems.append(RowProblem(number, f"row refused: {reason}"))
+            continue
+        except _PixelValues as reason:
+            return LabelFile(np.zeros((0, 5), np.float32), rows=label.rows, error=f"line {number}: {reason}")
+        if values in seen:
+            label.duplicates += 1
+            continue
+        seen.add(values)
+        label.clipped += is_clipped
+        rows.append(box)
+        lines.append(number)
+        label.segments.append(points)
+    label.boxes = np.array(rows, np.float32).reshape(-1, 5)
+    label.lines = np.array(lines, np.int64)
+    if label.rows and not rows:
+        label.error = f"no usable row of {label.rows}; line {label.problems[0].line}: {label.problems[0].text}"
+    return label
+
+
+def _row_values(line: str, number: int, label: LabelFile) -> tuple[float, ...]:
+    """Numbers of a row: class followed by 4 box values or by polygon coordinates; a confidence is cut off."""
+    fields = _split_fields(line, number, label)
+    count = len(fields)
+    if count not in (5, 6) and (count < 7 or count % 2 == 0):
+        raise _RefusedRow(f"{count} columns; 5 columns are needed for a box, 7, 9, 11 ... for a polygon")
+    values = []
+    for text in fields:
+        try:
+            value = float(text)
+        except ValueError:
+            raise _RefusedRow(f"{text!r} is not a number") from None
+        if "_" in text:
+            raise _RefusedRow(f"{text!r} is not a number")
+        if not np.isfinite(value):
+            raise _RefusedRow(f"{text!r} is not finite")
+        values.append(value)
+    if values[0] != int(values[0]) or values[0] < 0:
+        raise _RefusedRow(f"class {fields[0]} is not an integer from 0 on")
+    if count == 6:
+        label.remark(number, "6 columns: the sixth is taken for a confidence and ignored")
+    return tuple(values[:5] if count == 6 else values)
+
+
+def _split_fields(line: str, number: int, label: LabelFile) -> list[str]:
+    """Columns of a row; commas may separate columns or mark decimals, but a row that allows both is refused."""
+    fields = line.split()
+    if "," not in line:
+        return fields
+    has_points = "." in line
+    if len(fields) > 1 and not has_points and all(_DECIMAL_COMMA.fullmatch(text) for text in fields):
+        label.remark(number, "decimal commas are read as points")
+        return [text.replace(",", ".") for text in fields]
+    is_separated = len(fields) == 1 or all(text.endswith(",") for text in fields[:-1])
+    pieces = [piece.strip() for piece in line.split(",")]
+    if is_separated and all(pieces) and (has_points or len(pieces) == 5):
+        label.remark(number, "commas are read as separators of columns")
+        return pieces
+    raise _RefusedRow(f"commas cannot be told apart as separators or decimals in {line[:60]!r}")
+
+
+def _row_geometry(values: tuple[float, ...]) -> tuple[tuple[float, ...], np.ndarray, bool]:
+    """Box (class, x, y, w, h), polygon points (k, 2) or (0, 2), and whether something had to be clipped."""
+    cls, coordinates = values[0], values[1:]
+    largest = max(coordinates, key=abs)
+    if abs(largest) > PIXEL_LIMIT:
+        raise _PixelValues(f"value {largest:g} looks like pixels; coordinates must be normalised to 0..1")
+    points = np.zeros((0, 2), np.float32)
+    if len(coordinates) == 4:
+        x, y, w, h = coordinates
+        if min(w, h) < 0:
+            raise _RefusedRow(f"negative size {w:g} x {h:g}")
+        corners = (x - w / 2, y - h / 2, x + w / 2, y + h / 2)
+    else:
+        polygon = np.array(coordinates, np.float64).reshape(-1, 2)
+        low, high = polygon.min(0), polygon.max(0)
+        corners = (float(low[0]), float(low[1]), float(high[0]), float(high[1]))
+        points = polygon.clip(0.0, 1.0).astype(np.float32)
+    overshoot = max(-corners[0], -corners[1], corners[2] - 1, corners[3] - 1, 0.0)
+    if min(corners[2] - corners[0], corners[3] - corners[1]) < SMALLEST_SIDE:
+        raise _RefusedRow("zero width or height")
+    if overshoot or len(coordinates) != 4:
+        left, top, right, bottom = (min(max(value, 0.0), 1.0) for value in corners)
+        if min(right - left, bottom - top) < SMALLEST_SIDE:
+            raise _RefusedRow("lies outside the picture")
+        coordinates = ((left + right) / 2, (top + bottom) / 2, right - left, bottom - top)
+    return (cls, *coordinates), points, overshoot > COUNTED_OVERSHOOT
+
+
+def rectangle_points(box: np.ndarray) -> np.ndarray:
+    """Four corners (4, 2) of a box x, y, w, h, so that a box row can stand among polygons."""
+    x, y, w, h = box
+    left, top, right, bottom = x - w / 2, y - h / 2, x + w / 2, y + h / 2
+    return np.array(((left, top), (right, top), (right, bottom), (left, bottom)), np.float32)
+
+
+def image_to_label_path(path: str | Path) -> Path:
+    """Label file of a picture: the last folder `images` becomes `labels`, the suffix `.txt`."""
+    path = Path(path)
+    parts = list(path.parts)
+    folders = [index for index, part in enumerate(parts[:-1]) if part == "images"]
+    folders = folders or [index for index, part in enumerate(parts[:-1]) if part.lower() == "images"]
+    if folders:
+        parts[folders[-1]] = "labels"
+    return Path(*parts).with_suffix(".txt")
+
+
+class LabelFinder:
+    """Finds label files, also under names that differ from the expected one in case or Unicode form only."""
+
+    def __init__(self) -> None:
+        self._folders: dict[str, dict[str, list[str]]] = {}
+
+    def find(self, expected: str) -> str | None:
+        """Path of the existing label file for an expected path, or None; an exact match costs one stat elsewhere."""
+        parts: list[str] = []
+        folder = expected
+        while folder and not os.path.isdir(folder):
+            folder, name = os.path.split(folder)
+            if not name:
+                return None
+            parts.append(name)
+        for name in reversed(parts):
+            matches = self._listing(folder).get(_loose(name), [])
+            if not matches:
+                return None
+            folder = os.path.join(folder, name if name in matches else matches[0])
+        return folder if parts and os.path.isfile(folder) else None
+
+    def _listing(self, folder: str) -> dict[str, list[str]]:
+        """Loose name -> names as they are on disk; read once per folder."""
+        if folder not in self._folders:
+            listing: dict[str, list[str]] = {}
+            try:
+                names = sorted(os.listdir(folder))
+            except OSError:
+                names = []
+            for name in names:
+                listing.setdefault(_loose(name), []).append(name)
+            self._folders[folder] = listing
+        return self._folders[folder]
+
+
+def _loose(name: str) -> str:
+    return unicodedata.normalize("NFC", name).casefold()

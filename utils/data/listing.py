@@ -1,0 +1,121 @@
+"""Which picture files a data set consists of: folders, list files and single pictures."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from utils.data.images import IMAGE_SUFFIXES
+from utils.data.labels import decode_text, split_lines
+from utils.log import LOGGER
+
+# what lies in picture folders without being a picture or a mistake
+_SILENT_SUFFIXES = frozenset((".txt", ".cache", ".yaml", ".yml", ".json", ".csv", ".xml", ".md", ".npy", ".npz"))
+_SYSTEM_FILES = frozenset(("thumbs.db", "desktop.ini", ".ds_store"))
+
+
+@dataclass
+class ImageList:
+    """Picture paths (sorted, each once) with what was left aside on the way."""
+
+    files: list[str] = field(default_factory=list)
+    left_out: list[tuple[str, str]] = field(default_factory=list)  # (path, reason)
+    repeated: int = 0
+    unknown: Counter[str] = field(default_factory=Counter)  # suffix -> files
+
+    def report(self, prefix: str = "") -> None:
+        """Log one line for each kind of thing that was left aside."""
+        if self.unknown:
+            kinds = ", ".join(f"{count} x {suffix or 'no suffix'}" for suffix, count in sorted(self.unknown.items()))
+            LOGGER.info(f"{prefix}{sum(self.unknown.values())} file(s) with an unknown suffix not looked at: {kinds}")
+        if self.repeated:
+            LOGGER.warning(f"{prefix}{self.repeated} picture(s) listed more than once, each is used once")
+
+
+def is_system_file(name: str) -> bool:
+    """Whether a file name belongs to an operating system (resource forks, thumbnails), not to the user."""
+    return name.startswith("._") or name.lower() in _SYSTEM_FILES
+
+
+def list_images(paths: str | Path | Sequence[str | Path]) -> ImageList:
+    """Collect the pictures of folders (recursively), list files (.txt) and single picture files.
+
+    Raises FileNotFoundError for a path that does not exist and ValueError when no picture is found at all.
+    """
+    sources = [paths] if isinstance(paths, (str, Path)) else list(paths)
+    result = ImageList()
+    names: list[str] = []
+    for source in sources:
+        path = os.path.abspath(source)
+        if os.path.isdir(path):
+            names += _walk(path, result)
+        elif not os.path.isfile(path):
+            raise FileNotFoundError(f"{path}: no such folder, list file or picture")
+        elif _suffix(path) in IMAGE_SUFFIXES:
+            names.append(path)
+        else:
+            names += _read_list(Path(path))
+    unique = sorted(set(names))
+    result.repeated = len(names) - len(unique)
+    result.files = unique
+    if not unique:
+        where = ", ".join(str(source) for source in sources)
+        raise ValueError(f"no pictures in {where}; looked for the suffixes {', '.join(sorted(IMAGE_SUFFIXES))}")
+    return result
+
+
+def _suffix(name: str) -> str:
+    return os.path.splitext(name)[1].lower()
+
+
+def _walk(root: str, result: ImageList) -> list[str]:
+    """Picture files below a folder; every real folder is entered once, folders that are links come last."""
+    found: list[str] = []
+    visited: set[str] = set()
+    pending = [root]
+    links: list[str] = []
+    while pending or links:
+        folder = pending.pop() if pending else links.pop(0)
+        real = os.path.realpath(folder)
+        if real in visited:
+            continue
+        visited.add(real)
+        try:
+            entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+        except OSError as error:
+            result.left_out.append((folder, f"folder cannot be read: {error.strerror}"))
+            continue
+        for entry in entries:
+            if entry.is_dir():
+                if entry.name != "__MACOSX":
+                    (links if entry.is_symlink() else pending).append(entry.path)
+            elif not is_system_file(entry.name):
+                _sort_file(entry.name, entry.path, found, result)
+    return found
+
+
+def _sort_file(name: str, path: str, found: list[str], result: ImageList) -> None:
+    suffix = _suffix(name)
+    if suffix in IMAGE_SUFFIXES:
+        found.append(path)
+    elif suffix not in _SILENT_SUFFIXES and not name.startswith("."):
+        result.unknown[suffix] += 1
+
+
+def _read_list(path: Path) -> Iterable[str]:
+    """Pictures named in a list file, one a line; relative lines are taken from the list file's folder."""
+    try:
+        lines = split_lines(decode_text(path.read_bytes()))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: list file is neither UTF-8 nor UTF-16 text ({error})") from error
+    for line in lines:
+        if not line or line.startswith("#"):
+            continue
+        name = os.path.normpath(path.parent.absolute() / line)
+        # upstream reads such lines from the working directory
+        if not os.path.lexists(name) and not os.path.isabs(line) and os.path.isfile(line):
+            name = os.path.abspath(line)
+        yield name

@@ -1,0 +1,355 @@
+"""What detection looks at: files, folders, patterns, lists and streams, resolved and checked before a model is loaded.
+
+Folders are entered with their sub-folders. A name that exists is taken literally before it is taken as a pattern.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import queue
+import shutil
+import tempfile
+import threading
+import urllib.parse
+import urllib.request
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import cv2
+import numpy as np
+
+from utils.data.frames import Frame, Unreadable, VideoFile, to_network
+from utils.data.headers import image_kind
+from utils.data.images import IMAGE_SUFFIXES, imread_bgr
+from utils.data.labels import decode_text, split_lines
+from utils.data.listing import is_system_file
+from utils.data.streams import LoadStreams, without_password
+from utils.log import LOGGER
+
+__all__ = ["LoadImages", "LoadStreams", "MediaFile", "Source", "prefetched", "read_frames", "resolve_source"]
+
+VIDEO_SUFFIXES = frozenset(
+    (".asf", ".avi", ".gif", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".ts", ".wmv")  # as upstream
+)
+STREAM_SCHEMES = ("rtsp://", "rtmp://", "http://", "https://")
+DOWNLOAD_TIMEOUT_S = 30
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class MediaFile:
+    """A picture or video. ``relative`` is its place below the source, which the results repeat."""
+
+    path: Path
+    relative: Path
+    is_video: bool
+
+
+@dataclass
+class Source:
+    """Outcome of :func:`resolve_source`: files or stream addresses, and what was left aside.
+
+    Attributes:
+        files: pictures in order, then videos in order.
+        streams: addresses and camera numbers; not mixed with files.
+        missing: (name, reason) of listed things that are not there.
+        unknown: suffix → files with it that were not looked at.
+    """
+
+    files: list[MediaFile] = field(default_factory=list)
+    streams: list[str] = field(default_factory=list)
+    missing: list[tuple[str, str]] = field(default_factory=list)
+    unknown: Counter[str] = field(default_factory=Counter)
+    _downloads: tempfile.TemporaryDirectory | None = None
+
+    def close(self) -> None:
+        """Delete what was downloaded."""
+        if self._downloads is not None:
+            self._downloads.cleanup()
+            self._downloads = None
+
+    def report(self) -> None:
+        """Log what was left aside, one line for each kind."""
+        for name, reason in self.missing:
+            LOGGER.warning(f"{name}: {reason}, left out")
+        if self.unknown:
+            kinds = ", ".join(f"{count} x {suffix or 'no suffix'}" for suffix, count in sorted(self.unknown.items()))
+            LOGGER.info(f"{self.unknown.total()} file(s) with an unknown suffix not looked at: {kinds}")
+
+    def add_file(self, path: Path, root: Path | None, *, by_content: bool = False) -> None:
+        """Take a file up by its suffix or, where that says nothing and ``by_content`` is set, by its first bytes."""
+        suffix = path.suffix.lower()
+        is_video = suffix in VIDEO_SUFFIXES
+        if not is_video and suffix not in IMAGE_SUFFIXES and not (by_content and _holds_picture(path)):
+            self.unknown[suffix] += 1
+            return
+        self.files.append(MediaFile(path, _below(path, root), is_video))
+
+    def add_folder(self, folder: Path, root: Path | None) -> None:
+        """Take up the files of a folder and its sub-folders, each real folder once, linked folders last."""
+        pending, links, visited = [folder], [], set()
+        while pending or links:
+            current = pending.pop() if pending else links.pop(0)
+            real = os.path.realpath(current)
+            if real in visited:
+                continue
+            visited.add(real)
+            try:
+                entries = sorted(os.scandir(current), key=lambda entry: entry.name)
+            except OSError as error:
+                self.missing.append((str(current), f"folder cannot be read ({error.strerror})"))
+                continue
+            for entry in entries:
+                if entry.is_dir() and entry.name != "__MACOSX":
+                    (links if entry.is_symlink() else pending).append(Path(entry.path))
+                elif not entry.is_dir() and not is_system_file(entry.name):
+                    self.add_file(Path(entry.path), root)
+
+    def add_address(self, address: str) -> None:
+        """Download a picture or video; everything else behind an address is a stream."""
+        parts = urllib.parse.urlsplit(address)
+        name = urllib.parse.unquote(parts.path.rsplit("/", 1)[-1])
+        suffix = Path(name).suffix.lower()
+        if not parts.scheme.lower().startswith("http") or suffix not in IMAGE_SUFFIXES | VIDEO_SUFFIXES:
+            self.streams.append(address)
+            return
+        if self._downloads is None:
+            self._downloads = tempfile.TemporaryDirectory(prefix="yolov9-detect-")
+        folder = Path(tempfile.mkdtemp(dir=self._downloads.name))  # two addresses may end in one name
+        target = folder / name.replace("/", "_").replace("\\", "_")
+        LOGGER.info(f"downloading {without_password(address)}")
+        try:
+            with urllib.request.urlopen(address, timeout=DOWNLOAD_TIMEOUT_S) as answer, open(target, "wb") as handle:
+                shutil.copyfileobj(answer, handle)
+        except OSError as error:
+            raise ConnectionError(f"{without_password(address)} cannot be downloaded: {error}") from error
+        self.add_file(target, folder)
+
+    def arrange(self) -> None:
+        """Drop repeated files and put pictures before videos, each in the order of their names."""
+        unique = {os.path.abspath(file.path): file for file in reversed(self.files)}
+        self.files = sorted(unique.values(), key=lambda file: (file.is_video, str(file.path)))
+
+
+def resolve_source(source: str | Path | Sequence[str | Path]) -> Source:
+    """Find out what ``source`` means and check that it is there.
+
+    Example::
+
+        resolve_source("shots/*.jpg").files  # also: a file, folder, list.txt, rtsp://…, "0" for the first camera
+
+    Raises:
+        FileNotFoundError: no such file, folder or match.
+        ValueError: nothing in it that can be looked at, or a kind of source that is not supported.
+        OSError: a download failed.
+    """
+    result = Source()
+    try:
+        for text in [source] if isinstance(source, (str, Path)) else source:
+            _resolve_one(str(text).strip(), result)
+        result.arrange()
+        if result.files and result.streams:
+            raise ValueError(f"{source}: streams and files are mixed; run them separately")
+        if not result.files and not result.streams:
+            _refuse_empty(str(source), result)
+    except BaseException:
+        result.close()
+        raise
+    return result
+
+
+def _resolve_one(text: str, result: Source) -> None:
+    path = Path(text)
+    if text and os.path.lexists(path):
+        _add_existing(path, result)
+    elif text.isdecimal():
+        result.streams.append(text)
+    elif text.lower().startswith(STREAM_SCHEMES):
+        result.add_address(text)
+    elif text.lower().split()[:1] == ["screen"]:
+        raise ValueError("--source screen is not supported; record the screen to a video and give that")
+    elif glob.has_magic(text):
+        _add_matches(text, result)
+    else:
+        raise FileNotFoundError(f"--source '{text}' does not exist (looked for {path.absolute()})")
+
+
+def _add_existing(path: Path, result: Source) -> None:
+    if path.is_dir():
+        result.add_folder(path, path)
+    elif path.suffix.lower() == ".txt":
+        _add_list(path, result)
+    else:
+        result.add_file(path, path.parent, by_content=True)
+
+
+def _add_matches(pattern: str, result: Source) -> None:
+    """Take up what a pattern matches; leading folders that exist are literal, whatever brackets they hold."""
+    literal, rest = Path(), list(Path(pattern).parts)
+    while rest and os.path.lexists(literal / rest[0]):
+        literal /= rest.pop(0)
+    matches = sorted(glob.glob(os.path.join(glob.escape(str(literal)), *rest), recursive=True))
+    if not matches:
+        raise FileNotFoundError(f"--source '{pattern}' matches nothing (looked in {literal.absolute()})")
+    for match in map(Path, matches):
+        if match.is_dir():
+            result.add_folder(match, literal)
+        elif not is_system_file(match.name):
+            result.add_file(match, literal)
+
+
+def _add_list(path: Path, result: Source) -> None:
+    """Take up the lines of a list: streams, pictures and videos (relative to the list's folder), told apart by text."""
+    try:
+        lines = [line for line in split_lines(decode_text(path.read_bytes())) if line and not line.startswith("#")]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: the list is neither UTF-8 nor UTF-16 text ({error})") from error
+    for line in lines:
+        places = [path.parent / line, Path(line)]
+        place = next((place for place in places if os.path.lexists(place)), None)
+        if place is not None and place.is_dir():
+            result.add_folder(place, path.parent)
+        elif place is not None:
+            result.add_file(Path(os.path.normpath(place)), path.parent, by_content=True)
+        elif line.isdecimal():
+            result.streams.append(line)
+        elif line.lower().startswith(STREAM_SCHEMES):
+            result.add_address(line)
+        else:
+            result.missing.append((line, f"named in {path} but not found (looked for {places[0].absolute()})"))
+
+
+def _refuse_empty(source: str, result: Source) -> None:
+    suffixes = " ".join(sorted(suffix[1:] for suffix in IMAGE_SUFFIXES | VIDEO_SUFFIXES))
+    result.report()
+    raise ValueError(f"--source '{source}' holds no picture or video; looked for the suffixes {suffixes}")
+
+
+def _below(path: Path, root: Path | None) -> Path:
+    """Return where ``path`` lies below ``root``; its bare name if it lies elsewhere."""
+    try:
+        relative = Path(os.path.abspath(path)).relative_to(os.path.abspath(root)) if root is not None else None
+    except ValueError:
+        relative = None
+    return relative if relative is not None and relative.name else Path(path.name)
+
+
+def _holds_picture(path: Path) -> bool:
+    try:
+        with open(path, "rb") as handle:
+            return bool(image_kind(handle.read(64)))
+    except OSError:
+        return False
+
+
+def read_frames(files: Sequence[MediaFile], vid_stride: int = 1) -> Iterator[Frame | Unreadable]:
+    """Yield the frames of all files in order; a file that cannot be read gives one ``Unreadable`` instead."""
+    for item, file in enumerate(files):
+        try:
+            if file.is_video:
+                video = VideoFile(file.path, vid_stride)
+                for number, image in video:
+                    yield Frame(image, item, number, video.total, video.rate, video.capture)
+            else:
+                yield Frame(imread_bgr(file.path), item)
+        except (ValueError, OSError, MemoryError, cv2.error) as error:
+            yield Unreadable(item, _reason(error, file.path))
+
+
+def _reason(error: Exception, path: Path) -> str:
+    """Return what went wrong without the path, which the reader of the line knows already."""
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return (text or type(error).__name__).removeprefix(f"{path}: ")
+
+
+class _End:
+    """Marks the end of a queue."""
+
+
+@dataclass(frozen=True)
+class _Failure:
+    error: BaseException
+
+
+def prefetched(items: Iterable[Item], depth: int) -> Iterator[Item]:
+    """Yield ``items`` in their order while a thread reads up to ``depth`` of them ahead; errors arrive here.
+
+    The thread is told to stop when the consumer does.
+    """
+    waiting: queue.Queue[Item | _Failure | _End] = queue.Queue(depth)
+    stop = threading.Event()
+
+    def put(item: Item | _Failure | _End) -> None:
+        while not stop.is_set():
+            try:
+                return waiting.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+
+    def read() -> None:
+        try:
+            for item in items:
+                put(item)
+                if stop.is_set():
+                    return
+            put(_End())
+        except BaseException as error:  # handed to the consumer, who raises it
+            put(_Failure(error))
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    try:
+        while not isinstance(item := waiting.get(), _End):
+            if isinstance(item, _Failure):
+                raise item.error
+            yield item
+    finally:
+        stop.set()
+        thread.join()
+
+
+class LoadImages:
+    """Pictures and videos as upstream's tuples ``(path, image (3, H, W) RGB uint8, original BGR, capture, text)``.
+
+    ``capture`` is OpenCV's reader for a frame of a video and None for a picture. Unreadable files are logged and left
+    out. ``transforms`` is accepted for compatibility and has to be None.
+    """
+
+    def __init__(
+        self,
+        path: str | Path | Sequence[str | Path],
+        img_size: int | Sequence[int] = 640,
+        stride: int = 32,
+        auto: bool = True,
+        transforms: None = None,
+        vid_stride: int = 1,
+    ) -> None:
+        if transforms is not None:
+            raise ValueError("LoadImages: transforms are not supported, pass None")
+        source = resolve_source(path)
+        if source.streams:
+            raise ValueError(f"{path} is a stream; use LoadStreams")
+        source.report()
+        self._source = source  # keeps downloads alive
+        self.files = [str(file.path) for file in source.files]
+        self.nf = len(self.files)
+        self.img_size, self.stride, self.auto, self.vid_stride = img_size, stride, auto, vid_stride
+
+    def __len__(self) -> int:
+        return self.nf
+
+    def __iter__(self) -> Iterator[tuple[str, np.ndarray, np.ndarray, cv2.VideoCapture | None, str]]:
+        for event in read_frames(self._source.files, self.vid_stride):
+            path = self.files[event.item]
+            if isinstance(event, Unreadable):
+                LOGGER.warning(f"{path}: {event.reason}, left out")
+                continue
+            kind, position = ("video", f" ({event.number}/{event.total or '?'})") if event.number else ("image", "")
+            text = f"{kind} {event.item + 1}/{self.nf}{position} {path}: "
+            image = to_network(event.image_bgr, self.img_size, self.stride, self.auto)
+            yield path, image, event.image_bgr, event.capture, text

@@ -1,0 +1,1 @@
+"""Running detectors on pictures and writing them in formats for other programs."""

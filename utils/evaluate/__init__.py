@@ -1,0 +1,1 @@
+"""Validation: matching, figures, confusion matrix, COCO json, plots and the loop that drives them."""

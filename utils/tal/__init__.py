@@ -1,0 +1,1 @@
+"""Old import path of the label assignment for users' scripts."""
