@@ -5,8 +5,8 @@
 set -euo pipefail
 
 CFG=${CFG:-yolov9-t.yaml}
-HYP=${HYP:-hyp/hyp.scratch-high.yaml}
-EPOCHS=${EPOCHS:-20}
+HYP=${HYP:-hyp/hyp.demo.yaml}
+EPOCHS=${EPOCHS:-28}
 BATCH=${BATCH:-16}
 IMAGE_SIZE=${IMAGE_SIZE:-128}
 NUM_CLASSES=${NUM_CLASSES:-3}
@@ -16,8 +16,8 @@ TEST_PICTURES=${TEST_PICTURES:-12}
 CONFIDENCE=${CONFIDENCE:-0.25}
 WORKERS=${WORKERS:-2}
 DEVICE=${DEVICE:-} # empty: the first GPU, or the CPU where there is none
-# Further words for train_dual.py. So short a run needs a step after every batch instead of every 64 pictures.
-TRAIN_ARGS=${TRAIN_ARGS:---accumulate 1 --mosaic 0.5 --close-mosaic 4}
+# Further words for train_dual.py. So short a run needs an optimizer step after every batch, not every 64 pictures.
+TRAIN_ARGS=${TRAIN_ARGS:---optimizer AdamW --accumulate 1}
 
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 cd "$REPO_ROOT"

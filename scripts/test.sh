@@ -8,5 +8,6 @@ cd "$REPO_ROOT"
 use_environment requirements.txt requirements-dev.txt
 say "style: ruff"
 "$PYTHON" -m ruff check .
+"$PYTHON" -m ruff format --check .
 say "tests: pytest"
 exec "$PYTHON" -m pytest -q --durations=15 "$@"

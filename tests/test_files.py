@@ -68,7 +68,12 @@ def test_yaml_round_trip_and_byte_order_mark(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"- a\n- b\n", "found list"), (b"a: [1, 2\n", "not valid YAML"), (b"\xff\xfea\x00", "not UTF-8"), (b"", "NoneType")],
+    [
+        (b"- a\n- b\n", "found list"),
+        (b"a: [1, 2\n", "not valid YAML"),
+        (b"\xff\xfea\x00", "not UTF-8"),
+        (b"", "NoneType"),
+    ],
 )
 def test_broken_yaml_names_the_file(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "broken.yaml"

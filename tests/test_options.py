@@ -12,17 +12,23 @@ import pytest
 from utils.cli import make_parser
 from utils.options import DetectOptions, ExportOptions, Hyp, TrainOptions, ValOptions, height_width
 
-UPSTREAM_TRAIN_FLAGS = """--weights --cfg --data --hyp --epochs --batch-size --imgsz --img --img-size --rect --resume --nosave
---noval --noautoanchor --noplots --evolve --bucket --cache --image-weights --device --multi-scale --single-cls --optimizer
---sync-bn --workers --project --name --exist-ok --quad --cos-lr --flat-cos-lr --fixed-lr --label-smoothing --patience
---freeze --save-period --seed --local_rank --min-items --close-mosaic --entity --upload_dataset --bbox_interval
---artifact_alias""".split()
-UPSTREAM_VAL_FLAGS = """--data --weights --batch-size --imgsz --img --img-size --conf-thres --iou-thres --max-det --task --device
---workers --single-cls --augment --verbose --save-txt --save-conf --save-hybrid --save-json --project --name --exist-ok
---half --dnn --min-items""".split()
-UPSTREAM_DETECT_FLAGS = """--weights --source --data --imgsz --img --img-size --conf-thres --iou-thres --max-det --device
---view-img --save-txt --save-conf --save-crop --nosave --classes --agnostic-nms --augment --visualize --update --project
---name --exist-ok --line-thickness --hide-labels --hide-conf --half --dnn --vid-stride""".split()
+UPSTREAM_TRAIN_FLAGS = """
+--weights --cfg --data --hyp --epochs --batch-size --imgsz --img --img-size --rect --resume --nosave --noval
+--noautoanchor --noplots --evolve --bucket --cache --image-weights --device --multi-scale --single-cls
+--optimizer --sync-bn --workers --project --name --exist-ok --quad --cos-lr --flat-cos-lr --fixed-lr --label-
+smoothing --patience --freeze --save-period --seed --local_rank --min-items --close-mosaic --entity
+--upload_dataset --bbox_interval --artifact_alias
+""".split()
+UPSTREAM_VAL_FLAGS = """
+--data --weights --batch-size --imgsz --img --img-size --conf-thres --iou-thres --max-det --task --device
+--workers --single-cls --augment --verbose --save-txt --save-conf --save-hybrid --save-json --project --name
+--exist-ok --half --dnn --min-items
+""".split()
+UPSTREAM_DETECT_FLAGS = """
+--weights --source --data --imgsz --img --img-size --conf-thres --iou-thres --max-det --device --view-img
+--save-txt --save-conf --save-crop --nosave --classes --agnostic-nms --augment --visualize --update --project
+--name --exist-ok --line-thickness --hide-labels --hide-conf --half --dnn --vid-stride
+""".split()
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
@@ -32,7 +38,10 @@ REPOSITORY = Path(__file__).resolve().parents[1]
         (TrainOptions, UPSTREAM_TRAIN_FLAGS),
         (ValOptions, UPSTREAM_VAL_FLAGS),
         (DetectOptions, UPSTREAM_DETECT_FLAGS),
-        (ExportOptions, ["--data", "--weights", "--imgsz", "--batch-size", "--half", "--dynamic", "--opset", "--include"]),
+        (
+            ExportOptions,
+            ["--data", "--weights", "--imgsz", "--batch-size", "--half", "--dynamic", "--opset", "--include"],
+        ),
     ],
 )
 def test_every_flag_of_upstream_is_known(options: type, flags: list[str]) -> None:

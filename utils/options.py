@@ -66,7 +66,9 @@ class Hyp:
             if getattr(self, name) < 0:
                 raise ValueError(f"hyper-parameter {name}: {getattr(self, name)} should not be negative")
         if not 0.0 <= self.scale < 1.0:
-            raise ValueError(f"hyper-parameter scale: {self.scale} should be at least 0 and below 1 (0.9 = factors 0.1-1.9)")
+            raise ValueError(
+                f"hyper-parameter scale: {self.scale} should be at least 0 and below 1 (0.9 = factors 0.1-1.9)"
+            )
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any], source: str = "hyper-parameters") -> Hyp:
@@ -148,7 +150,9 @@ class TrainOptions(_FromCli):
     noplots: bool = option(False, "write no plots")
     evolve: Any = option(None, "not available", nargs="?", const=300, type=int)
     bucket: str = option("", "accepted without effect")
-    cache: Any = option(None, "keep decoded images: ram (default when given bare) or val", nargs="?", const="ram", type=str)
+    cache: Any = option(
+        None, "keep decoded images: ram (default when given bare) or val", nargs="?", const="ram", type=str
+    )
     image_weights: bool = option(False, "not available")
     device: str = option("", "'' = GPU if there is one, else CPU; or cpu, 0, 1, …, mps")
     multi_scale: bool = option(False, "another image side for every batch, 0.5 to 1.5 times --img")
@@ -242,7 +246,9 @@ class ValOptions(_FromCli):
     conf_thres: float = option(0.001, "lowest confidence that counts", "--conf")
     iou_thres: float = option(0.7, "IoU above which NMS removes a box", "--iou")
     max_det: int = option(300, "detections kept per image")
-    task: str = option("val", "train, val or test split; speed; study", choices=("train", "val", "test", "speed", "study"))
+    task: str = option(
+        "val", "train, val or test split; speed; study", choices=("train", "val", "test", "speed", "study")
+    )
     device: str = option("", "'' = GPU if there is one, else CPU; or cpu, 0, 1, …, mps")
     workers: int = option(8, "loader processes, at most one per core")
     single_cls: bool = option(False, "treat all classes as one")
@@ -272,9 +278,13 @@ class DetectOptions(_FromCli):
     description = "Find objects in pictures and videos."
 
     weights: list = option(["yolo.pt"], "weights: .pt, .torchscript or .onnx", nargs="+", type=str)
-    source: str = option("data/images", "picture, video, folder, pattern with *, .txt list, stream address or camera number")
+    source: str = option(
+        "data/images", "picture, video, folder, pattern with *, .txt list, stream address or camera number"
+    )
     data: str = option("", "data set YAML with class names, for weights that carry none")
-    imgsz: list = option([640], "image side, or height and width, in pixels", "--img", "--img-size", nargs="+", type=int)
+    imgsz: list = option(
+        [640], "image side, or height and width, in pixels", "--img", "--img-size", nargs="+", type=int
+    )
     conf_thres: float = option(0.25, "lowest confidence shown", "--conf")
     iou_thres: float = option(0.45, "IoU above which NMS removes a box", "--iou")
     max_det: int = option(1000, "detections kept per image")
@@ -298,9 +308,10 @@ class DetectOptions(_FromCli):
     half: bool = option(False, "float16 inference on CUDA")
     dnn: bool = option(False, "run ONNX files with OpenCV's DNN module")
     vid_stride: int = option(1, "use every N-th frame of a video")
+    batch_size: int = option(1, "frames per step", "--batch")
 
     def __post_init__(self) -> None:
-        self._check_at_least(max_det=1, line_thickness=1, vid_stride=1)
+        self._check_at_least(max_det=1, line_thickness=1, vid_stride=1, batch_size=1)
         self._check_fractions("conf_thres", "iou_thres")
         self.weights = [self.weights] if isinstance(self.weights, (str, Path)) else list(self.weights)
         self.imgsz = height_width(self.imgsz)
@@ -342,5 +353,7 @@ def height_width(imgsz: Sequence[int] | int) -> list[int]:
     """Return ``[height, width]`` of one or two sides; raise ValueError for anything else."""
     sides = [imgsz] if isinstance(imgsz, int) else list(imgsz)
     if len(sides) not in (1, 2) or any(side < 32 for side in sides):
-        raise ValueError(f"--img {' '.join(map(str, sides))}: expected one side or height and width, at least 32 pixels")
+        raise ValueError(
+            f"--img {' '.join(map(str, sides))}: expected one side or height and width, at least 32 pixels"
+        )
     return sides * 2 if len(sides) == 1 else sides

@@ -66,7 +66,9 @@ def test_every_factor_stays_between_lrf_and_one_and_never_rises(kind: str, epoch
 def test_epoch_runs_with_its_own_factor() -> None:
     schedule = make_schedule(warmup_steps=0)
     for epoch in range(20):
-        assert schedule.at(1000 + epoch, epoch).lr_other == pytest.approx(0.01 * EPOCH_FACTORS["linear"](epoch, 20, 0.01))
+        assert schedule.at(1000 + epoch, epoch).lr_other == pytest.approx(
+            0.01 * EPOCH_FACTORS["linear"](epoch, 20, 0.01)
+        )
 
 
 def test_warmup_ramps_from_its_start_values_to_the_schedule() -> None:

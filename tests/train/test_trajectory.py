@@ -74,7 +74,9 @@ def train(record: np.lib.npyio.NpzFile, series: str, steps: int) -> Run:
         total, items = loss_fn(model(batch), rows)
         total.backward()
         if step == 0:
-            run.first_gradients = {n: float(p.grad.abs().sum()) for n, p in model.named_parameters() if p.grad is not None}
+            run.first_gradients = {
+                n: float(p.grad.abs().sum()) for n, p in model.named_parameters() if p.grad is not None
+            }
         norm: Tensor = torch.nn.utils.clip_grad_norm_(model.parameters(), 10.0)
         optimizer.step()
         optimizer.zero_grad()

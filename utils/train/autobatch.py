@@ -42,7 +42,9 @@ def find_batch_size(
     model.zero_grad(set_to_none=True)
     torch.cuda.empty_cache()
     if len(sizes) < 2:
-        raise ValueError(f"--batch -1: not even {TRIED[1]} images of {imgsz} px fit this GPU; use a smaller --img or --cfg")
+        raise ValueError(
+            f"--batch -1: not even {TRIED[1]} images of {imgsz} px fit this GPU; use a smaller --img or --cfg"
+        )
     slope = (peaks[-1] - peaks[0]) / (sizes[-1] - sizes[0])
     intercept = peaks[-1] - slope * sizes[-1]
     batch = max(1, min(int((free * MEMORY_SHARE - intercept) / max(slope, 1)), 2 * nominal))

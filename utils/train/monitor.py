@@ -28,7 +28,14 @@ RESULT_COLUMNS = (
     "x/lr1",
     "x/lr2",
 )
-EXTRA_COLUMNS = ("train/grad_norm", "train/grad_norm_max", "train/clipped", "train/skipped", "train/img_per_s", "gpu_gb")
+EXTRA_COLUMNS = (
+    "train/grad_norm",
+    "train/grad_norm_max",
+    "train/clipped",
+    "train/skipped",
+    "train/img_per_s",
+    "gpu_gb",
+)
 HEADER = ("Epoch", "GPU_mem", *LOSS_NAMES, "Instances", "Size")
 
 

@@ -29,8 +29,12 @@ def prepare_run(options: TrainOptions) -> tuple[TrainOptions, Checkpoint | None,
     path = Path(options.resume) if isinstance(options.resume, str) else newest_last_checkpoint(Path.cwd())
     if path is None:
         if not options.weights:
-            raise FileNotFoundError(f"--resume: no last*.pt below {Path.cwd()}; give the path, --resume RUN/weights/last.pt")
-        LOGGER.warning(f"--resume: no run to continue below {Path.cwd()}; training starts from {options.weights} instead")
+            raise FileNotFoundError(
+                f"--resume: no last*.pt below {Path.cwd()}; give the path, --resume RUN/weights/last.pt"
+            )
+        LOGGER.warning(
+            f"--resume: no run to continue below {Path.cwd()}; training starts from {options.weights} instead"
+        )
         return options, None, increment_path(Path(options.project) / options.name, options.exist_ok, mkdir=True)
     checkpoint = load_checkpoint(path)
     if checkpoint.optimizer is None or checkpoint.epoch < 0:
@@ -40,7 +44,9 @@ def prepare_run(options: TrainOptions) -> tuple[TrainOptions, Checkpoint | None,
         )
     resumed = options_from_mapping(checkpoint.opt)
     if checkpoint.epoch + 1 >= resumed.epochs:
-        raise ValueError(f"--resume {path}: all {resumed.epochs} epochs are done; start a new run with --weights {path}")
+        raise ValueError(
+            f"--resume {path}: all {resumed.epochs} epochs are done; start a new run with --weights {path}"
+        )
     resumed.resume, resumed.weights = str(path), str(path)
     return resumed, checkpoint, path.resolve().parent.parent
 

@@ -1,4 +1,4 @@
-"""The training loop: set up, epochs of steps, validation, checkpoints. Everything it decides lives in its neighbours."""
+"""The training loop: set up, epochs of steps, validation, checkpoints. What it decides lives in its neighbours."""
 
 from __future__ import annotations
 
@@ -90,7 +90,12 @@ class Trainer:
         if self.batch_size == -1:
             self.model.train()
             self.batch_size = find_batch_size(self.model, self.loss_fn, self.imgsz, self.device, self.amp_dtype)
-        common = {"workers": options.workers, "seed": options.seed, "nc": self.spec.nc, "single_cls": options.single_cls}
+        common = {
+            "workers": options.workers,
+            "seed": options.seed,
+            "nc": self.spec.nc,
+            "single_cls": options.single_cls,
+        }
         self.train_loader, self.train_set = create_dataloader(
             self.spec.train,
             self.imgsz,
@@ -356,7 +361,9 @@ class Trainer:
         images = images.float() / 255
         if not self.options.multi_scale:
             return images
-        return functional.interpolate(images, self._random_size(images.shape[-2:]), mode="bilinear", align_corners=False)
+        return functional.interpolate(
+            images, self._random_size(images.shape[-2:]), mode="bilinear", align_corners=False
+        )
 
     def _random_size(self, shape: torch.Size) -> list[int]:
         """Draw a longer side from 0.5 to 1.5 times the image size and scale ``shape`` (H, W) to it."""
