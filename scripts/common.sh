@@ -6,7 +6,7 @@
 # Settings from outside:
 #   YOLO_PYTHON    interpreter of an environment of your own; it is checked and used as it is, nothing is installed
 #   YOLO_VENV      folder of the environment made here (default: .venv in the repository)
-#   YOLO_PIP_ARGS  further words for "pip install", e.g. "--extra-index-url https://download.pytorch.org/whl/cpu"
+#   YOLO_PIP_ARGS  further words for "pip install", e.g. "--no-index --find-links wheels"
 
 set -o pipefail # pip_install reads the status of a pipeline
 REPO_ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

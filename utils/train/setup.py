@@ -12,20 +12,20 @@ from torch import nn
 from models.checkpoint import Checkpoint, load_checkpoint
 from models.graph import DetectionModel
 from utils.data.spec import DataSpec, load_data_spec
-from utils.files import find_file, increment_path
+from utils.files import find_file
 from utils.log import LOGGER
 from utils.options import YAML_SUFFIXES, Hyp, TrainOptions
 from utils.train.schedule import Schedule, accumulation, warmup_steps
 
 
-def prepare_run(options: TrainOptions) -> tuple[TrainOptions, Checkpoint | None, Path]:
-    """Return the options in force, the checkpoint to continue from (or None) and the run's folder.
+def prepare_run(options: TrainOptions) -> tuple[TrainOptions, Checkpoint | None, Path | None]:
+    """Return the options in force, and the checkpoint and folder of the run to continue (None for a new run).
 
     Raises:
         FileNotFoundError, ValueError: ``--resume`` without a run that can be continued.
     """
     if not options.resume:
-        return options, None, increment_path(Path(options.project) / options.name, options.exist_ok, mkdir=True)
+        return options, None, None
     path = Path(options.resume) if isinstance(options.resume, str) else newest_last_checkpoint(Path.cwd())
     if path is None:
         if not options.weights:
@@ -35,7 +35,7 @@ def prepare_run(options: TrainOptions) -> tuple[TrainOptions, Checkpoint | None,
         LOGGER.warning(
             f"--resume: no run to continue below {Path.cwd()}; training starts from {options.weights} instead"
         )
-        return options, None, increment_path(Path(options.project) / options.name, options.exist_ok, mkdir=True)
+        return options, None, None
     checkpoint = load_checkpoint(path)
     if checkpoint.optimizer is None or checkpoint.epoch < 0:
         raise ValueError(

@@ -6,6 +6,7 @@ import math
 import shutil
 import time
 from datetime import datetime
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,9 +17,9 @@ from models.checkpoint import Checkpoint, build_model, load_checkpoint, save_che
 from utils.data.loader import create_dataloader
 from utils.evaluate.metrics import fitness
 from utils.evaluate.validator import Validator, ValResult
-from utils.files import atomic_write, write_yaml
+from utils.files import atomic_write, increment_path, write_yaml
 from utils.log import LOGGER, progress
-from utils.options import TrainOptions
+from utils.options import Hyp, TrainOptions
 from utils.runtime import autocast, check_img_size, init_seeds, limit_threads, memory_gb, select_device, synchronise
 from utils.train.autobatch import find_batch_size
 from utils.train.ema import ModelEMA
@@ -52,22 +53,22 @@ class Trainer:
     """Train one model on one device: ``Trainer(options).fit()``."""
 
     def __init__(self, options: TrainOptions) -> None:
-        """Check the input, make the run's folder, build everything. Fails before the first batch or not at all."""
+        """Check the input and build everything; the run's folder is made last, when nothing was refused."""
         limit_threads()
-        if not options.resume:
-            options.load_hyp()  # wrong files are refused before a folder is made
-            load_data(options)
-        self.options, resume, self.save_dir = prepare_run(options)
+        self.options, resume, resume_folder = prepare_run(options)
         LOGGER.info("train: " + ", ".join(f"{name}={value}" for name, value in self.options.to_dict().items()))
         self.device = select_device(self.options.device)
         init_seeds(self.options.seed, self.options.deterministic)
-        self.hyp = self.options.load_hyp()
+        self.hyp = Hyp.from_mapping(resume.hyp) if resume else self.options.load_hyp()
         self.spec = load_data(self.options)
         self.start_epoch = self.epoch = resume.epoch + 1 if resume else 0
         self.amp_dtype = amp_dtype(self.device, self.options.amp)
         self._set_up_model(resume)
         self._set_up_data()
         self._set_up_optimizer(resume)
+        self.save_dir = resume_folder or increment_path(
+            Path(self.options.project) / self.options.name, self.options.exist_ok, mkdir=True
+        )
         self._set_up_records(resume)
 
     # --- set up -------------------------------------------------------------------------------------------------
@@ -155,7 +156,7 @@ class Trainer:
         self.best_fitness = resume.best_fitness or 0.0
         if resume.trainer and "stopper" in resume.trainer:
             self.stopper.load_state_dict(resume.trainer["stopper"])
-        LOGGER.info(f"Resume: epoch {self.start_epoch} of {self.options.epochs}, folder {self.save_dir}")
+        LOGGER.info(f"Resume: epoch {self.start_epoch} of {self.options.epochs}")
 
     def _set_up_records(self, resume: Checkpoint | None) -> None:
         self.weights_dir = self.save_dir / "weights"
@@ -165,7 +166,12 @@ class Trainer:
             self.last.unlink(missing_ok=True)
             self.best.unlink(missing_ok=True)
         write_yaml(self.save_dir / "hyp.yaml", self.hyp.to_dict())
-        self.recorded_options = {**self.options.to_dict(), "save_dir": str(self.save_dir)}
+        self.recorded_options = {
+            **self.options.to_dict(),
+            "data": str(self.spec.yaml_file.resolve()),  # so that --resume works from any folder
+            "batch_size": self.batch_size,
+            "save_dir": str(self.save_dir),
+        }
         write_yaml(self.save_dir / "opt.yaml", {**self.recorded_options, "hyp": self.hyp.to_dict()})
         self.results = ResultsTable(self.save_dir / "results.csv", self.start_epoch)
         self.board = TensorBoardWriter(self.save_dir)

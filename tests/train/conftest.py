@@ -1,0 +1,36 @@
+"""Fixtures for whole runs: a model small enough to train in a test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.reference.tiny import TINY_DUAL
+from utils.files import write_yaml
+from utils.options import TrainOptions
+
+
+@pytest.fixture
+def make_options(tmp_path: Path, shapes_dataset: Path) -> Callable[..., TrainOptions]:
+    """Return a function that gives options for a run of seconds; keywords override."""
+    write_yaml(tmp_path / "tiny.yaml", TINY_DUAL)
+
+    def make(**changes: Any) -> TrainOptions:
+        values = {
+            "data": str(shapes_dataset),
+            "cfg": str(tmp_path / "tiny.yaml"),
+            "hyp": "hyp/hyp.demo.yaml",
+            "epochs": 2,
+            "batch_size": 8,
+            "imgsz": 64,
+            "workers": 0,
+            "device": "cpu",
+            "noplots": True,
+            "project": str(tmp_path / "runs"),
+        }
+        return TrainOptions(**{**values, **changes})
+
+    return make

@@ -1,0 +1,264 @@
+"""Whole training runs of a tiny network: files, switches, interruption, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from models.checkpoint import load_checkpoint
+from tests.reference.tiny import tiny_dual
+from utils.files import read_yaml
+from utils.options import TrainOptions
+from utils.train import trainer as trainer_module
+from utils.train.monitor import read_results
+from utils.train.trainer import Trainer
+
+MakeOptions = Callable[..., TrainOptions]
+PLOTS = ("labels.jpg", "labels_correlogram.jpg", "train_batch0.jpg", "results.png", "confusion_matrix.png")
+
+
+def run_folder(options: TrainOptions) -> Path:
+    return Path(options.project) / options.name
+
+
+def fingerprint(folder: Path) -> dict[str, bytes]:
+    """Contents of every picture and label file below ``folder``."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.suffix in (".jpg", ".png", ".txt")
+    }
+
+
+def test_a_run_leaves_every_promised_file_and_the_data_set_as_it_was(make_options: MakeOptions) -> None:
+    options = make_options(noplots=False, save_period=1)
+    before = fingerprint(Path(options.data).parent)
+    result = Trainer(options).fit()
+    folder = run_folder(options)
+    for name in ("hyp.yaml", "opt.yaml", "results.csv", *PLOTS):
+        assert (folder / name).stat().st_size > 0, name
+    assert {path.name for path in (folder / "weights").iterdir()} == {"last.pt", "best.pt", "epoch0.pt", "epoch1.pt"}
+    assert read_yaml(folder / "opt.yaml")["hyp"]["lr0"] == read_yaml(folder / "hyp.yaml")["lr0"]
+    columns = read_results(folder / "results.csv")
+    assert columns["epoch"] == [0, 1]
+    assert all(value > 0 for name in ("box", "cls", "dfl") for value in columns[f"train/{name}_loss"])
+    assert all(value > 0 for name in ("box", "cls", "dfl") for value in columns[f"val/{name}_loss"])
+    assert all(value > 0 for value in columns["train/grad_norm"])
+    assert result.images == 8
+    assert fingerprint(Path(options.data).parent) == before
+
+
+def test_checkpoints_are_tensors_and_plain_data(make_options: MakeOptions) -> None:
+    options = make_options(epochs=1, save_period=1)
+    Trainer(options).fit()
+    for name in ("last.pt", "best.pt", "epoch0.pt"):
+        content = torch.load(run_folder(options) / "weights" / name, weights_only=True)
+        assert content["names"] == {0: "rectangle", 1: "ellipse", 2: "triangle"}
+        assert content["nc"] == 3
+    stripped, whole = (load_checkpoint(run_folder(options) / "weights" / n) for n in ("best.pt", "epoch0.pt"))
+    assert stripped.kind == "stripped"
+    assert stripped.optimizer is None and stripped.ema is None
+    assert whole.optimizer is not None and whole.ema is not None and whole.opt["epochs"] == 1
+    averaged = {name: value for name, value in whole.ema.items() if value.dtype.is_floating_point}
+    assert all(torch.equal(stripped.model[name].float(), value.half().float()) for name, value in averaged.items())
+
+
+def test_an_interrupted_and_resumed_run_equals_one_at_a_stretch(
+    make_options: MakeOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = make_options(epochs=4, name="whole", close_mosaic=1, mosaic=0.5, save_period=1)
+    Trainer(whole).fit()
+
+    broken = make_options(epochs=4, name="broken", close_mosaic=1, mosaic=0.5, save_period=1)
+    begin_epoch = Trainer.begin_epoch
+
+    def stop_before_epoch_two(self: Trainer, epoch: int) -> None:
+        if epoch == 2:
+            raise KeyboardInterrupt
+        begin_epoch(self, epoch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "begin_epoch", stop_before_epoch_two)
+        with pytest.raises(KeyboardInterrupt):
+            Trainer(broken).fit()
+    last = run_folder(broken) / "weights" / "last.pt"
+    assert load_checkpoint(last).epoch == 1
+    Trainer(TrainOptions(resume=str(last))).fit()
+
+    one, two = (load_checkpoint(run_folder(o) / "weights" / "epoch3.pt") for o in (whole, broken))
+    assert one.updates == two.updates
+    for state in ("model", "ema"):
+        ours, theirs = getattr(one, state), getattr(two, state)
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours), state
+    one_rows, two_rows = (read_results(run_folder(o) / "results.csv") for o in (whole, broken))
+    for name, values in one_rows.items():
+        if name not in ("train/img_per_s", "gpu_gb"):
+            assert np.array_equal(values, two_rows[name]), name
+
+
+def test_a_finished_run_is_not_resumed_and_says_what_to_do(make_options: MakeOptions) -> None:
+    options = make_options(epochs=1)
+    Trainer(options).fit()
+    last = run_folder(options) / "weights" / "last.pt"
+    with pytest.raises(ValueError, match="finished.*--weights"):
+        Trainer(TrainOptions(resume=str(last)))
+
+
+def test_bare_resume_takes_the_newest_run_or_falls_back_to_the_weights(
+    make_options: MakeOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match="no last.*below"):
+        Trainer(make_options(resume=True))
+    start = make_options(epochs=1, name="start")
+    Trainer(start).fit()
+    weights = (run_folder(start) / "weights" / "best.pt").rename(tmp_path / "start.pt")
+    (run_folder(start) / "weights" / "last.pt").unlink()
+    trainer = Trainer(make_options(resume=True, weights=str(weights), name="tuned"))
+    assert trainer.start_epoch == 0
+    assert trainer.save_dir.name == "tuned"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"optimizer": "SGD", "rect": True},
+        {"optimizer": "Adam", "cos_lr": True, "multi_scale": True},
+        {"optimizer": "AdamW", "flat_cos_lr": True, "single_cls": True},
+        {"fixed_lr": True, "cache": "ram", "label_smoothing": 0.1},
+        {"noval": True, "nosave": True, "freeze": [10]},
+        {"cfg": "", "weights": "start.pt", "min_items": 2, "accumulate": 2},
+        {"workers": 2, "clip_grad": float("inf"), "mosaic": 1.0, "copy_paste": 0.5, "open_mosaic": 1},
+        {"batch_size": 5, "imgsz": 70, "deterministic": True, "amp": False},
+        {"batch_size": -1},
+    ],
+    ids=lambda changes: " ".join(f"{name}={value}" for name, value in changes.items()),
+)
+def test_every_switch_trains(make_options: MakeOptions, changes: dict, tmp_path: Path) -> None:
+    if changes.get("weights"):
+        from models.checkpoint import Checkpoint, save_checkpoint
+
+        model = tiny_dual(nc=7)
+        changes = {**changes, "weights": str(tmp_path / "start.pt")}
+        save_checkpoint(changes["weights"], Checkpoint(model=model.state_dict(), yaml=model.yaml, nc=7, kind="stripped"))
+    options = make_options(**changes)
+    result = Trainer(options).fit()
+    columns = read_results(run_folder(options) / "results.csv")
+    assert columns["epoch"] == [0, 1]
+    assert all(np.isfinite(values).all() for values in columns.values())
+    assert columns["val/cls_loss"][1] > 0
+    assert (columns["val/cls_loss"][0] == 0) == bool(changes.get("noval"))
+    assert result.instances > 0
+    assert load_checkpoint(run_folder(options) / "weights" / "best.pt").nc == (1 if changes.get("single_cls") else 3)
+
+
+def test_single_head_models_train_too(make_options: MakeOptions) -> None:
+    options = make_options(cfg="gelan-t.yaml", epochs=1)
+    assert Trainer(options).fit().images == 8
+
+
+def test_frozen_layers_stand_still_batch_norm_included(make_options: MakeOptions) -> None:
+    trainer = Trainer(make_options(epochs=1, freeze=[4]))
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    trainer.begin_epoch(0)
+    trainer.run_epoch()
+    moved = {name for name, value in trainer.model.state_dict().items() if not torch.equal(value, before[name])}
+    assert moved
+    assert not [name for name in moved if int(name.split(".")[1]) < 4]
+
+
+def test_gradients_left_at_the_end_of_an_epoch_are_used(make_options: MakeOptions) -> None:
+    trainer = Trainer(make_options(epochs=1, batch_size=8, accumulate=64))
+    before = [p.clone() for p in trainer.model.parameters()]
+    trainer.step_index = 1000  # past the warm-up, so that the plan asks for all 64
+    trainer.begin_epoch(0)
+    trainer.run_epoch()
+    assert trainer.ema.updates == 1
+    assert trainer.pending == 0
+    assert any(not torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+
+
+def test_a_step_with_gradients_that_are_not_finite_changes_nothing(make_options: MakeOptions) -> None:
+    trainer = Trainer(make_options(epochs=1))
+    trainer.begin_epoch(0)
+    trainer.step_index = 1000
+    before = {name: value.clone() for name, value in trainer.model.named_parameters()}
+    for parameter in trainer.trainable:
+        parameter.grad = torch.full_like(parameter, float("nan"))
+    trainer.pending = 1
+    trainer.flush_gradients()
+    assert all(torch.equal(value, before[name]) for name, value in trainer.model.named_parameters())
+    assert trainer.ema.updates == 0
+    assert trainer.gradients.summary()["train/skipped"] == 1
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_good_checkpoint(
+    make_options: MakeOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = make_options(epochs=3)
+    trainer = Trainer(options)
+    step = Trainer.step
+
+    def poison_second_epoch(self: Trainer, images: torch.Tensor, targets: torch.Tensor) -> int:
+        if self.epoch == 1:
+            with torch.no_grad():
+                next(iter(self.model.parameters())).fill_(float("nan"))
+        return step(self, images, targets)
+
+    monkeypatch.setattr(Trainer, "step", poison_second_epoch)
+    with pytest.raises(FloatingPointError, match="--no-amp"):
+        trainer.fit()
+    assert load_checkpoint(run_folder(options) / "weights" / "last.pt").epoch == 0
+
+
+def test_early_stopping_ends_the_run(make_options: MakeOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer_module, "fitness", lambda metrics: np.array([0.5 if len(seen) < 2 else 0.1]))
+    seen: list[int] = []
+    original = Trainer.begin_epoch
+    monkeypatch.setattr(Trainer, "begin_epoch", lambda self, epoch: (seen.append(epoch), original(self, epoch)))
+    options = make_options(epochs=12, patience=2)
+    Trainer(options).fit()
+    assert seen == [0, 1, 2]
+    assert read_results(run_folder(options) / "results.csv")["epoch"] == [0, 1, 2]
+
+
+def test_a_reused_folder_holds_one_run(make_options: MakeOptions) -> None:
+    for _ in range(2):
+        options = make_options(epochs=1, exist_ok=True)
+        Trainer(options).fit()
+    assert read_results(run_folder(options) / "results.csv")["epoch"] == [0]
+    assert not (Path(options.project) / "exp2").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"data": "nowhere.yaml"}, FileNotFoundError, "nowhere.yaml"),
+        ({"hyp": "nowhere.yaml"}, FileNotFoundError, "nowhere.yaml"),
+        ({"cfg": "nowhere.yaml"}, FileNotFoundError, "nowhere.yaml"),
+        ({"weights": "nowhere.pt"}, FileNotFoundError, "nowhere.pt"),
+        ({"cfg": ""}, ValueError, "--cfg"),
+        ({"freeze": [99]}, ValueError, "layer 98"),
+        ({"freeze": [19]}, ValueError, "all layers"),
+        ({"device": "7"}, ValueError, "--device 7"),
+    ],
+)
+def test_impossible_runs_are_refused_before_a_folder_is_made(
+    make_options: MakeOptions, changes: dict, error: type[Exception], message: str
+) -> None:
+    options = make_options(**changes)
+    with pytest.raises(error, match=message):
+        Trainer(options)
+    assert not Path(options.project).exists()
+
+
+@pytest.mark.slow
+def test_a_tiny_network_learns_the_pictures(make_options: MakeOptions) -> None:
+    """The whole chain learns: pictures, assignment, loss, optimizer, average, validation, checkpoint."""
+    options = make_options(epochs=60, imgsz=96, optimizer="AdamW", accumulate=1, cos_lr=True, noval=True)
+    result = Trainer(options).fit()
+    assert result.map50 > 0.2
