@@ -2,177 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
-import zipfile
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-import torch
-
-from models.backend import DetectMultiBackend
 from utils.cli import run_script
-from utils.data.loader import create_dataloader
-from utils.data.spec import SPLITS, DataSpec, load_data_spec
-from utils.evaluate.plots import plot_study
-from utils.evaluate.validator import Validator, ValResult
-from utils.files import increment_path, write_text_atomic
-from utils.log import LOGGER
 from utils.options import ValOptions
-from utils.runtime import check_img_size, limit_threads, select_device
-
-STUDY_SIZES = range(256, 1537, 128)
-USUAL_CONFIDENCE = 0.001  # above it the tails of the precision-recall curves are cut off
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure as the command line says."""
-    _dispatch(ValOptions.from_cli(argv))
+    options = ValOptions.from_cli(argv)
+    # after parsing, so that --help answers without loading torch
+    from utils.evaluate.tasks import evaluate
+
+    evaluate(options)
     return 0
 
 
-def run(**keywords: Any) -> ValResult | list[ValResult]:
-    """Measure with options given as keywords, for example ``run(data="data.yaml", weights="best.pt")``.
+def run(**keywords: Any):  # noqa: ANN201 - ValResult or a list of them, whose module loads torch
+    """Measure with options given as keywords, for example ``run(data="data.yaml", weights="best.pt")``."""
+    from utils.evaluate.tasks import evaluate
 
-    Returns the figures; for the tasks speed and study one set of figures per weights file and size.
-
-    Raises:
-        ValueError, FileNotFoundError: options, data set or weights do not fit; the message says how to go on.
-    """
-    return _dispatch(ValOptions(**keywords))
-
-
-def _dispatch(options: ValOptions) -> ValResult | list[ValResult]:
-    if options.task == "speed":
-        fast = dataclasses.replace(options, conf_thres=0.25, iou_thres=0.45, save_json=False)
-        return [validate(fast, weights) for weights in options.weights]
-    if options.task == "study":
-        return [result for weights in options.weights for result in study(options, weights)]
-    if options.task not in SPLITS:
-        raise ValueError(f"--task {options.task}: expected train, val, test, speed or study")
-    if len(options.weights) > 1:
-        raise ValueError(f"--weights {' '.join(options.weights)}: ensembles are not available, give one file")
-    return validate(options, options.weights[0])
-
-
-def validate(options: ValOptions, weights: str) -> ValResult:
-    """Measure one weights file; plots only where the task is the name of a split."""
-    limit_threads()
-    spec = load_data_spec(options.data)
-    device = select_device(options.device, options.batch_size)
-    model = DetectMultiBackend(weights, device=device, dnn=options.dnn, data=options.data)
-    if len(model.names) != spec.nc and not options.single_cls:
-        raise ValueError(
-            f"{weights} knows {len(model.names)} classes, {spec.yaml_file} names {spec.nc}; "
-            "use the data set it was trained on, or --single-cls"
-        )
-    if options.conf_thres > USUAL_CONFIDENCE and options.task in SPLITS:
-        LOGGER.warning(f"--conf-thres {options.conf_thres:g} cuts the curves off: not comparable with the usual 0.001")
-    imgsz, batch_size = _input_size(model, options)
-    loader = _make_loader(options, spec, model, imgsz, batch_size)
-    save_dir = increment_path(Path(options.project) / options.name, exist_ok=options.exist_ok, mkdir=True)
-    validator = _make_validator(options, spec, loader, save_dir, device, _use_half(options, model, device))
-    model.warmup((model.batch_size or 1, 3, imgsz, imgsz))
-    result = validator.run(model)
-    prepared, inferred, suppressed = result.speed_ms
-    times = f"{prepared:.1f}ms pre-process, {inferred:.1f}ms inference, {suppressed:.1f}ms NMS"
-    LOGGER.info(f"Speed: {times} per image at shape {(batch_size, 3, imgsz, imgsz)}\nResults saved to {save_dir}")
-    return result
-
-
-def _input_size(model: DetectMultiBackend, options: ValOptions) -> tuple[int, int]:
-    """Return image side and batch size: as asked for, or as the exported file has them fixed."""
-    imgsz, batch_size = int(check_img_size(options.imgsz, model.stride)), options.batch_size
-    if model.batch_size and model.batch_size != batch_size:
-        LOGGER.info(f"--batch-size {batch_size}: the file is made for {model.batch_size}, which is used")
-        batch_size = model.batch_size
-    if model.static_shape and tuple(model.static_shape) != (imgsz, imgsz):
-        height, width = model.static_shape
-        if height != width:
-            raise ValueError(f"the file is made for images of {height}x{width}; only square ones can be measured here")
-        LOGGER.info(f"--img {imgsz}: the file is made for {height}, which is used")
-        imgsz = height
-    return imgsz, batch_size
-
-
-def _use_half(options: ValOptions, model: DetectMultiBackend, device: torch.device) -> bool:
-    if not model.pt:
-        if options.half:
-            LOGGER.info("--half has no effect: an exported file keeps the precision of its export")
-        return False
-    return options.half or (options.task == "speed" and device.type == "cuda")
-
-
-def _make_loader(
-    options: ValOptions, spec: DataSpec, model: DetectMultiBackend, imgsz: int, batch_size: int
-) -> Iterable:
-    split = options.task if options.task in SPLITS else "val"
-    is_rect = model.pt and options.task != "speed"
-    loader, _ = create_dataloader(
-        spec.split(split),
-        imgsz,
-        batch_size,
-        model.stride,
-        single_cls=options.single_cls,
-        pad=0.5 if is_rect else 0.0,
-        rect=is_rect,
-        workers=options.workers,
-        min_items=options.min_items,
-        nc=spec.nc,
-        names=spec.names,
-        prefix=f"{split}: ",
-    )
-    return loader
-
-
-def _make_validator(
-    options: ValOptions, spec: DataSpec, loader: Iterable, save_dir: Path, device: torch.device, half: bool
-) -> Validator:
-    is_split = options.task in SPLITS
-    is_coco = spec.is_coco and spec.nc == 80
-    annotations = spec.path / "annotations" / "instances_val2017.json"
-    return Validator(
-        loader,
-        names=spec.names,
-        device=device,
-        half=half,
-        conf_thres=options.conf_thres,
-        iou_thres=options.iou_thres,
-        max_det=options.max_det,
-        single_cls=options.single_cls,
-        save_dir=save_dir,
-        plots=is_split,
-        save_txt=options.save_txt,
-        save_conf=options.save_conf,
-        save_json=options.save_json or (is_split and spec.yaml_file.name.endswith("coco.yaml")),
-        verbose=options.verbose or spec.nc < 50,
-        augment=options.augment,
-        save_hybrid=options.save_hybrid,
-        coco_annotations=annotations if is_coco and annotations.is_file() else None,
-        is_coco=is_coco,
-        json_name=f"{Path(options.weights[0]).stem}_predictions.json",
-    )
-
-
-def study(options: ValOptions, weights: str) -> list[ValResult]:
-    """Measure one file at eleven image sizes; write ``study_DATA_WEIGHTS.txt``, ``study.zip`` and ``study.png`` here.
-
-    Each row of the text: P, R, mAP50, mAP50-95, three losses, three times in ms per image.
-    """
-    results = []
-    for imgsz in STUDY_SIZES:
-        LOGGER.info(f"\nImage size {imgsz}")
-        results.append(validate(dataclasses.replace(options, imgsz=imgsz, weights=[weights]), weights))
-    rows = np.array([(*result.summary(), *result.speed_ms) for result in results])
-    table = Path(f"study_{Path(options.data).stem}_{Path(weights).stem}.txt")
-    write_text_atomic(table, "".join(" ".join(f"{value:10.4g}" for value in row) + "\n" for row in rows))
-    with zipfile.ZipFile("study.zip", "w") as archive:
-        for part in sorted(Path().glob("study_*.txt")):
-            archive.write(part)
-    plot_study(STUDY_SIZES, rows, "study.png")
-    LOGGER.info(f"Study written to {table}")
-    return results
+    return evaluate(ValOptions(**keywords))
 
 
 if __name__ == "__main__":

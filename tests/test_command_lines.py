@@ -45,8 +45,8 @@ def run(folder: Path, script: str, line: str) -> subprocess.CompletedProcess[str
 @pytest.fixture(scope="module")
 def trained(workplace: Path) -> Path:
     """From scratch, high preset, mosaic closed for the last 15 epochs; the result becomes yolov9-s.pt."""
-    line = f"{TRAIN} --weights '' --name yolov9-s --hyp hyp.scratch-high.yaml --min-items 0 --epochs 20 --close-mosaic 15"
-    done = run(workplace, "train_dual.py", f"{line} --seed 0 --freeze 0 {SMALL} --epochs 2")
+    line = f"{TRAIN} --weights '' --name yolov9-s --hyp hyp.scratch-high.yaml --min-items 0 --epochs 20"
+    done = run(workplace, "train_dual.py", f"{line} --close-mosaic 15 --seed 0 --freeze 0 {SMALL} --epochs 2")
     assert "off in all epochs" in done.stdout  # 15 closed epochs cover a run of two
     folder = workplace / "runs" / "train" / "yolov9-s"
     assert read_results(folder / "results.csv")["epoch"] == [0, 1]
@@ -58,7 +58,7 @@ def trained(workplace: Path) -> Path:
     "line",
     [
         "--weights ./yolov9-s.pt --hyp hyp.scratch-high.yaml --epochs 1 --close-mosaic 0 --name probe",
-        "--weights yolov9-s.pt --hyp hyp.scratch-high.yaml --batch 16 --accumulate 4 --amp --epochs 20 --name accumulated",
+        "--weights yolov9-s.pt --hyp hyp.scratch-high.yaml --batch 16 --accumulate 4 --amp --name accumulated",
         "--weights '' --hyp hyp.scratch-high.yaml --batch 32 --cache --epochs 20 --mosaic 0 --copy_paste 0 "
         "--close-mosaic 10 --clip-grad 35 --label-smoothing 0.1 --name cached",
         "--weights '' --hyp hyp.scratch-high.yaml --multi-scale --img 736 --optimizer AdamW --cos-lr --name scaled",
@@ -72,16 +72,17 @@ def test_training_lines(workplace: Path, trained: Path, line: str) -> None:
 
 
 def test_detection_line(workplace: Path, trained: Path) -> None:
-    line = "--source './data/images/horses.jpg' --img 640 --device 0 --weights './yolov9-s.pt' --name yolov9_s_640_detect"
-    run(workplace, "detect_dual.py", f"{line} --device cpu --img 64")
+    line = "--source './data/images/horses.jpg' --img 640 --device 0 --weights './yolov9-s.pt'"
+    run(workplace, "detect_dual.py", f"{line} --name yolov9_s_640_detect --device cpu --img 64")
     folder = workplace / "runs" / "detect" / "yolov9_s_640_detect"
     assert (folder / "horses.jpg").stat().st_size > 0
     assert (folder / "results.txt").is_file()
 
 
 def test_validation_line(workplace: Path, trained: Path) -> None:
-    line = "--data data.yaml --img 640 --batch 32 --conf 0.001 --iou 0.7 --device 0 --weights './yolov9-s.pt' --save-json"
-    done = run(workplace, "val_dual.py", f"{line} --name yolov9_s_640_val --device cpu --img 64 --workers 0")
+    line = "--data data.yaml --img 640 --batch 32 --conf 0.001 --iou 0.7 --device 0 --weights './yolov9-s.pt'"
+    more = "--save-json --name yolov9_s_640_val"
+    done = run(workplace, "val_dual.py", f"{line} {more} --device cpu --img 64 --workers 0")
     assert "mAP50-95" in done.stdout
     assert list((workplace / "runs" / "val" / "yolov9_s_640_val").glob("*predictions.json"))
 

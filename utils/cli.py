@@ -69,7 +69,7 @@ def run_script(main: Callable[[], int | None]) -> None:
     except KeyboardInterrupt:
         LOGGER.error("interrupted")
         status = 130
-    except (ValueError, OSError, ImportError, ArithmeticError) as error:
+    except (ValueError, OSError, ImportError, ArithmeticError, MemoryError) as error:
         if os.environ.get("YOLO_DEBUG"):
             traceback.print_exc()
         LOGGER.error(f"{error} (YOLO_DEBUG=1 shows where)")

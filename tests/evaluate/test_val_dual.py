@@ -18,7 +18,7 @@ from models.checkpoint import Checkpoint, save_checkpoint
 from models.graph import DetectionModel
 from utils.data.loader import create_dataloader
 from utils.data.spec import load_data_spec
-from utils.evaluate import plots
+from utils.evaluate import plots, tasks
 from utils.evaluate.validator import Validator
 from utils.files import read_yaml, write_yaml
 from utils.log import LOGGER
@@ -153,7 +153,7 @@ def test_min_items_leaves_images_out(shapes_dataset, weights, tmp_path):
 
 def test_study(shapes_dataset, weights, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(val_dual, "STUDY_SIZES", (64, 96))
+    monkeypatch.setattr(tasks, "STUDY_SIZES", (64, 96))
     results = measure(shapes_dataset, weights("gelan-t"), tmp_path / "runs", task="study")
     rows = [line.split() for line in Path(f"study_{shapes_dataset.stem}_gelan-t.txt").read_text().splitlines()]
     assert len(results) == len(rows) == 2 and {len(row) for row in rows} == {10}

@@ -144,7 +144,8 @@ def test_every_switch_trains(make_options: MakeOptions, changes: dict, tmp_path:
 
         model = tiny_dual(nc=7)
         changes = {**changes, "weights": str(tmp_path / "start.pt")}
-        save_checkpoint(changes["weights"], Checkpoint(model=model.state_dict(), yaml=model.yaml, nc=7, kind="stripped"))
+        start = Checkpoint(model=model.state_dict(), yaml=model.yaml, nc=7, kind="stripped")
+        save_checkpoint(changes["weights"], start)
     options = make_options(**changes)
     result = Trainer(options).fit()
     columns = read_results(run_folder(options) / "results.csv")
@@ -259,6 +260,8 @@ def test_impossible_runs_are_refused_before_a_folder_is_made(
 @pytest.mark.slow
 def test_a_tiny_network_learns_the_pictures(make_options: MakeOptions) -> None:
     """The whole chain learns: pictures, assignment, loss, optimizer, average, validation, checkpoint."""
-    options = make_options(epochs=60, imgsz=96, optimizer="AdamW", accumulate=1, cos_lr=True, noval=True)
+    options = make_options(
+        epochs=60, imgsz=96, optimizer="AdamW", accumulate=1, cos_lr=True, noval=True, single_cls=True
+    )
     result = Trainer(options).fit()
-    assert result.map50 > 0.2
+    assert result.map50 > 0.25

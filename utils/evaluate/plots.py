@@ -56,6 +56,7 @@ __all__ = [
 MANY_CLASSES = 21  # from here on one line per class is drawn thin and grey, without a legend entry
 ANNOTATED_CLASSES = 30  # below, the cells of a confusion matrix carry their number
 RESULT_COLUMNS = (1, 2, 3, 4, 5, 8, 9, 10, 6, 7)  # of results.csv, in the order of the panels
+VALIDATION_COLUMNS = (4, 5, 6, 7, 8, 9, 10)
 OVERLAID_BOXES = 1000
 DPI = 200
 
@@ -255,9 +256,11 @@ def plot_results(file: str | Path = "results.csv", dir: str | Path = "") -> None
         raise ValueError(f"{path} holds no epoch yet")
     values = np.array([[float(row[column] or "nan") for column in range(max(RESULT_COLUMNS) + 1)] for row in body])
     figure, panels = _figure(2, 5, (12, 6))
+    is_validated = values[:, VALIDATION_COLUMNS].any(axis=1)  # epochs without validation hold zeros there
     for panel, column in zip(panels.flat, RESULT_COLUMNS, strict=True):
-        panel.plot(values[:, 0], values[:, column], marker=".", linewidth=2, markersize=8, label=path.stem)
-        panel.plot(values[:, 0], _gaussian_smooth(values[:, column]), ":", linewidth=2, label="smooth")
+        rows = values[is_validated] if column in VALIDATION_COLUMNS else values
+        panel.plot(rows[:, 0], rows[:, column], marker=".", linewidth=2, markersize=8, label=path.stem)
+        panel.plot(rows[:, 0], _gaussian_smooth(rows[:, column]), ":", linewidth=2, label="smooth")
         panel.set_title(header[column], fontsize=12)
     panels.flat[1].legend()
     _save(figure, path.parent / "results.png")
@@ -265,7 +268,9 @@ def plot_results(file: str | Path = "results.csv", dir: str | Path = "") -> None
 
 def _gaussian_smooth(values: np.ndarray, sigma: float = 3.0) -> np.ndarray:
     """Return ``values`` (n,) under a Gaussian window of ``sigma`` samples, its ends mirrored."""
-    reach = min(int(4 * sigma), max(len(values) - 1, 0))
+    if not len(values):
+        return values
+    reach = min(int(4 * sigma), len(values) - 1)
     window = np.exp(-0.5 * (np.arange(-reach, reach + 1) / sigma) ** 2)
     return np.convolve(np.pad(values, reach, mode="symmetric"), window / window.sum(), mode="valid")
 

@@ -191,12 +191,15 @@ class Trainer:
             + f"\nTraining for {options.epochs - self.start_epoch} epochs"
         )
         result: ValResult | None = None
-        for epoch in range(self.start_epoch, options.epochs):
-            self.begin_epoch(epoch)
-            record = self.run_epoch()
-            result, is_done = self.end_epoch(record)
-            if is_done:
-                break
+        try:
+            for epoch in range(self.start_epoch, options.epochs):
+                self.begin_epoch(epoch)
+                record = self.run_epoch()
+                result, is_done = self.end_epoch(record)
+                if is_done:
+                    break
+        except torch.cuda.OutOfMemoryError as error:
+            raise MemoryError(self._memory_advice()) from error
         hours = (time.perf_counter() - started) / 3600
         LOGGER.info(f"\n{self.epoch - self.start_epoch + 1} epochs completed in {hours:.3f} hours")
         return self.finish() or result
@@ -388,6 +391,15 @@ class Trainer:
         from utils.evaluate.plots import plot_images
 
         plot_images(images, targets, paths, self.save_dir / f"train_batch{number}.jpg", self.spec.names)
+
+    def _memory_advice(self) -> str:
+        free, total = torch.cuda.mem_get_info(self.device)
+        return (
+            f"the GPU's memory is full: batch {self.batch_size} at {self.imgsz} px, "
+            f"{torch.cuda.max_memory_allocated(self.device) / 1e9:.1f} GB used by this run at most, "
+            f"{free / 1e9:.1f} of {total / 1e9:.1f} GB free. Try --batch {max(self.batch_size // 2, 1)} (gradients are "
+            f"collected over {NOMINAL_BATCH} images anyway), a smaller --img, or --batch -1"
+        )
 
     def _check_finite(self, losses: list[float]) -> None:
         if all(math.isfinite(loss) for loss in losses):
