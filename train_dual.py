@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +17,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     # after parsing, so that --help answers without loading torch
     from utils.train.trainer import Trainer
 
+    if threading.current_thread() is threading.main_thread():
+        # ended by the system like by Ctrl+C: the run says how to go on
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     Trainer(options).fit()
     return 0
 

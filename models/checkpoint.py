@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from datetime import datetime
@@ -68,11 +69,20 @@ def save_checkpoint(path: str | Path, checkpoint: Checkpoint) -> None:
 
     Raises:
         TypeError: a value is neither a tensor nor plain data; the message gives its place.
+        OSError: it could not be written, for example because the disk is full; what was there before stays.
     """
     content = {item.name: getattr(checkpoint, item.name) for item in fields(checkpoint) if item.name != "origin"}
     content = {"format": FORMAT, "version": VERSION, **content}
-    with atomic_write(path) as temporary:
-        torch.save(_plain(content, "checkpoint"), temporary)
+    content = _plain(content, "checkpoint")
+    try:
+        with atomic_write(path) as temporary:
+            torch.save(content, temporary)
+    except (RuntimeError, OSError) as error:  # torch reports a full disk as a RuntimeError of its zip writer
+        free = shutil.disk_usage(Path(path).parent).free
+        raise OSError(
+            f"{path} could not be written ({free / 1e6:.0f} MB are free there); the file of that name, if any, is "
+            "unchanged. Make room, or choose another disk with --project"
+        ) from error
 
 
 def load_checkpoint(path: str | Path) -> Checkpoint:

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from models.activation_checkpointing import (
+    IMAGE,
+    CheckpointPlan,
+    RowCall,
+    call_row,
+    make_plan,
+    measure_rows,
+    run_rows,
+    run_segments,
+)
 from models.blocks import set_activation
 from models.heads import HEADS
 from models.parse import parse_activation, parse_model, set_network_constants
@@ -53,7 +63,13 @@ class DetectionModel(nn.Module):
 
     ``names`` is a list of '0', '1', ... until a trainer sets the dict of the data set; ``stride`` stays float32 on the
     CPU, while ``head.stride`` moves with the weights. Raises ValueError or FileNotFoundError for an unusable ``cfg``.
+
+    ``grad_checkpoint`` = N of 2 or more makes training passes keep about one N-th of the activations and compute the
+    others again for the gradients; 0 keeps them all. Set it after freezing: the first training pass makes the plan.
     """
+
+    grad_checkpoint: int = 0
+    _checkpoint_plan: CheckpointPlan | None = None
 
     def __init__(
         self,
@@ -118,18 +134,19 @@ class DetectionModel(nn.Module):
             return augmented_prediction(self, x), None
         if profile or visualize:
             return self._observed_forward(x, profile, visualize)
-        return self._run_rows(x, lambda row, inputs: row(inputs))
+        if self.grad_checkpoint and self.training and torch.is_grad_enabled():
+            return run_segments(self.model, self.checkpoint_plan(), self.save, x)
+        return self._run_rows(x)
 
-    def _run_rows(self, x: Tensor, call: Callable[[nn.Module, object], object]) -> object:
-        outputs: list[object] = []
-        for row in self.model:
-            if isinstance(row.f, list):
-                inputs: object = [x if source == -1 else outputs[source] for source in row.f]
-            else:
-                inputs = x if row.f == -1 else outputs[row.f]
-            x = call(row, inputs)
-            outputs.append(x if row.i in self.save else None)
-        return x
+    def _run_rows(self, x: Tensor, call: RowCall = call_row) -> object:
+        return run_rows(self.model, {IMAGE: x}, self.save, call)
+
+    def checkpoint_plan(self) -> CheckpointPlan:
+        """Return which rows are computed twice for the present ``grad_checkpoint``; ValueError if that is below 2."""
+        plan = self._checkpoint_plan
+        if plan is None or plan.parts != self.grad_checkpoint:
+            plan = self._checkpoint_plan = make_plan(measure_rows(self), self.grad_checkpoint)
+        return plan
 
     def _observed_forward(self, x: Tensor, profile: bool, visualize: str | Path | bool) -> object:
         rows: list[RowProfile] = []

@@ -37,10 +37,10 @@ REEXPORTS = {
 # Imports point downwards or stay on a level; the first pattern that fits a module gives its level.
 LEVELS = (
     (r"utils\.(log|files|runtime|boxes|anchors)|models\.upstream|(models|utils)(\.\w+)?\.__init__", 0),
-    (r"models\.blocks|utils\.(nms|options|cli)", 1),
+    (r"models\.blocks|utils\.(nms|options|cli|preflight)", 1),
     (r"models\.heads|utils\.data\..*", 2),
     (r"models\.(backend)|utils\.evaluate\.validator|utils\.train\.monitor", 5),
-    (r"utils\.train\.(trainer|setup|autobatch)|utils\.evaluate\.tasks|utils\.deploy\..*", 6),
+    (r"utils\.train\.(trainer|setup|state|loaders|autobatch)|utils\.evaluate\.tasks|utils\.deploy\..*", 6),
     (r"models\.(checkpoint|safe_reader)", 4),
     (r"models\..*|utils\.train\..*|utils\.evaluate\..*", 3),
     (r"\w+|scripts\..*|bench\..*", 7),

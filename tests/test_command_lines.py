@@ -98,9 +98,9 @@ def test_export_line(workplace: Path, trained: Path) -> None:
 
 
 def test_continuing_line(workplace: Path, trained: Path) -> None:
-    """A finished run cannot be resumed: one line says so, and what to type instead."""
+    """A finished run has nothing left to do: one line says so, and what to type instead."""
     command = [sys.executable, str(REPOSITORY / "train_dual.py"), "--resume", str(trained / "weights" / "last.pt")]
     done = subprocess.run(command, cwd=workplace, capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "finished" in done.stdout + done.stderr
+    assert "--epochs N" in done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr

@@ -30,8 +30,8 @@ def option(default: Any, help: str, *flags: str, **argument: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
-def make_parser(options_class: type, description: str) -> argparse.ArgumentParser:
-    """Return a parser with one argument per field of ``options_class``."""
+def make_parser(options_class: type, description: str, *, has_defaults: bool = True) -> argparse.ArgumentParser:
+    """Return a parser with one argument per field of ``options_class``; without defaults it gives what was typed."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=True
     )
@@ -43,20 +43,26 @@ def make_parser(options_class: type, description: str) -> argparse.ArgumentParse
             argument["action"] = "store_true"
         elif "action" not in argument and "type" not in argument:
             argument["type"] = type(default)
-        parser.add_argument(
-            primary, *item.metadata["flags"], dest=item.name, default=default, help=item.metadata["help"], **argument
-        )
+        argument |= {"dest": item.name, "help": item.metadata["help"]}
+        argument["default"] = default if has_defaults else argparse.SUPPRESS
+        parser.add_argument(primary, *item.metadata["flags"], **argument)
     return parser
 
 
 def parse_options(options_class: type[Options], description: str, argv: Sequence[str] | None = None) -> Options:
-    """Parse ``argv`` (default: the process's arguments); wrong values end the program with status 2 and a message."""
+    """Parse ``argv`` (default: the process's arguments); wrong values end the program with status 2 and a message.
+
+    The result's attribute ``given`` names the fields that were typed, as opposed to left at their defaults.
+    """
     parser = make_parser(options_class, description)
     namespace = parser.parse_args(argv)
+    given = frozenset(vars(make_parser(options_class, description, has_defaults=False).parse_args(argv)))
     try:
-        return options_class(**vars(namespace))
+        options = options_class(**vars(namespace))
     except ValueError as error:
         parser.error(str(error))
+    options.given = given
+    return options
 
 
 def run_script(main: Callable[[], int | None]) -> None:

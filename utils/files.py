@@ -7,9 +7,14 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import yaml
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
 
 REPO_ROOT = Path(__file__).resolve().parents[1]
 
@@ -53,6 +58,30 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def lock_folder(folder: Path) -> TextIO | None:
+    """Claim ``folder`` for this process until the returned file is closed or the process ends.
+
+    Returns None where the system offers no such locks.
+
+    Raises:
+        ValueError: another process has claimed it.
+    """
+    if fcntl is None:
+        return None
+    handle = open(folder / ".lock", "w", encoding="utf-8")  # noqa: SIM115 - stays open as long as the lock is held
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        handle.close()
+        raise ValueError(
+            f"{folder} is being written by another process; wait for it or choose another --name"
+        ) from error
+    except OSError:  # network file systems may not know locks
+        handle.close()
+        return None
+    return handle
 
 
 def write_text_atomic(path: str | Path, text: str) -> None:

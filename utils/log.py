@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -15,14 +16,18 @@ BAR_FORMAT = "{l_bar}{bar:10}{r_bar}"
 
 
 class _BarSafeHandler(logging.Handler):
-    """Write records to stdout without tearing a progress bar that is being drawn."""
+    """Write records to stdout, errors to stderr, without tearing a progress bar that is being drawn.
+
+    A stream that is closed or whose reader has gone (``| head``) is passed over: the work goes on.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
-        try:
-            tqdm.write(self.format(record), file=sys.stdout)
-            sys.stdout.flush()
-        except (OSError, ValueError):  # stdout closed or a broken pipe: nothing left to tell anybody
-            self.handleError(record)
+        stream = sys.stderr if record.levelno >= logging.ERROR else sys.stdout
+        if stream is None:
+            return
+        with contextlib.suppress(OSError, ValueError):
+            tqdm.write(self.format(record), file=stream)
+            stream.flush()
 
 
 class _PrefixFormatter(logging.Formatter):
@@ -54,7 +59,9 @@ def progress(
 
     Where the output is no terminal the bar is redrawn rarely, so that log files stay short.
     """
-    kwargs.setdefault("mininterval", 0.2 if sys.stderr.isatty() else 10.0)
+    kwargs.setdefault("disable", sys.stderr is None or sys.stderr.closed)
+    is_terminal = not kwargs["disable"] and sys.stderr.isatty()
+    kwargs.setdefault("mininterval", 0.2 if is_terminal else 10.0)
     kwargs.setdefault("bar_format", BAR_FORMAT)
     kwargs.setdefault("dynamic_ncols", True)
     return tqdm(iterable, total=total, desc=desc, unit=unit, **kwargs)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import cv2
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from tests.data.drawing import BOXES, Box, colour_faults, encode, label_text, paint, write_set
 from utils.data import dataset as dataset_module
@@ -159,15 +161,82 @@ def test_ram_cache_is_refused_without_memory(images: Path, monkeypatch: pytest.M
     assert faults_of(LoadImagesAndLabels(images, 64, cache="ram")[0]) == []
 
 
-@pytest.mark.parametrize(("cache", "words"), [("disk", "not available"), ("tape", "expected 'ram'")])
-def test_other_caches_are_refused(images: Path, cache: str, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        LoadImagesAndLabels(images, 64, cache=cache)
+def test_other_caches_are_refused(images: Path) -> None:
+    with pytest.raises(ValueError, match="expected 'ram', 'disk' or nothing"):
+        LoadImagesAndLabels(images, 64, cache="tape")
+    with pytest.raises(ValueError, match="--mosaic-cache -1"):
+        LoadImagesAndLabels(images, 64, augment=True, mosaic_cache=-1)
 
 
-def test_image_weights_are_refused(images: Path) -> None:
-    with pytest.raises(ValueError, match="image_weights"):
-        LoadImagesAndLabels(images, image_weights=True)
+def test_weighted_pictures_are_not_sorted_by_shape(images: Path) -> None:
+    data = LoadImagesAndLabels(images, 64, rect=True, image_weights=True)
+    assert data.batch_shapes is None
+    assert [Path(path).name for path in data.im_files] == [f"{i}.png" for i in range(6)]
+
+
+# --------------------------------------------------------------------------------------- the fast way and the plain one
+
+SETTINGS = {
+    "flat": {"scale": 0.9, "translate": 0.1},
+    "turned": {"degrees": 30, "shear": 10, "scale": 0.5, "translate": 0.3, "flipud": 0.5},
+    "perspective": {"perspective": 0.001, "scale": 0.5},
+    "colour": {"scale": 0.9, "translate": 0.1, "hsv_h": 0.015, "hsv_s": 0.7, "hsv_v": 0.4, "fliplr": 0.5, "mixup": 0.4},
+    "copies": {"copy_paste": 0.7, "scale": 0.5, "translate": 0.1},
+}
+
+
+@pytest.mark.parametrize("mosaic", [1.0, 0.0])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_fast_samples_are_those_of_the_plain_way(tmp_path: Path, name: str, mosaic: float) -> None:
+    """Same labels; pixels but for rounding, which the colour change may enlarge in dark or grey places."""
+    polygon = "0 .08 .1 .32 .1 .32 .4 .08 .4\n" + label_text(BOXES[1:])
+    sides = [(160, 120), (100, 160), (90, 90), (200, 60)]
+    noise = np.random.default_rng(0)
+    files = {}
+    for i, (width, height) in enumerate(sides):
+        picture = cv2.resize(noise.integers(0, 256, (9, 12, 3), dtype=np.uint8), (width, height))
+        files[f"{i}.png"] = (picture, polygon if name == "copies" and i % 2 else label_text())
+    images = write_set(tmp_path, files)
+    fast, plain = (
+        LoadImagesAndLabels(images, 96, augment=True, hyp={**SETTINGS[name], "mosaic": mosaic}) for _ in "12"
+    )
+    plain.is_fast = False
+    labels, far = 0, []
+    for epoch in range(8):
+        for index in range(4):
+            one, two = fast[(epoch, index, True)], plain[(epoch, index, True)]
+            torch.testing.assert_close(one[1], two[1], rtol=0, atol=1e-5)
+            far.append(((one[0].int() - two[0].int()).abs() > 1).float().mean().item())
+            labels += len(one[1])
+    assert labels > 30
+    assert max(far) < 0.005, far
+
+
+def test_tiles_out_of_sight_are_not_read(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = LoadImagesAndLabels(images, 64, augment=True, hyp={"mosaic": 1.0, "scale": 0.9})
+    reads = []
+    load = data.load_image
+    monkeypatch.setattr(data, "load_image", lambda index: reads.append(index) or load(index))
+    for epoch in range(20):
+        for index in range(6):
+            data[(epoch, index, True)]
+    assert 0.7 * 480 < len(reads) < 0.95 * 480  # of 4 x 20 x 6
+
+
+# ---------------------------------------------------------------------------------------------------- kept pictures
+
+
+@pytest.mark.parametrize("options", [{"cache": "disk"}, {"cache": "ram"}])
+@pytest.mark.slow
+def test_started_workers_see_kept_pictures(images: Path, tmp_path: Path, options: dict[str, str]) -> None:
+    """Workers that are started instead of forked get the kept pictures without the files."""
+    data = LoadImagesAndLabels(images, 64, cache_dir=tmp_path / "kept", **options)
+    expected = [data[i][0] for i in range(6)]
+    for path in images.iterdir():
+        path.unlink()
+    loader = DataLoader(data, batch_size=None, num_workers=1, multiprocessing_context="spawn")
+    for sample, image in zip(loader, expected, strict=True):
+        assert torch.equal(sample[0], image)
 
 
 # ------------------------------------------------------------------------------------- files that go bad after the scan

@@ -23,6 +23,7 @@ from utils.data.images import (
     image_size,
     imread_bgr,
     letterbox,
+    read_region,
     resize_long_side,
 )
 
@@ -235,3 +236,25 @@ def test_letterbox_against_reference(golden: Callable[[str], Path]) -> None:
             options = {key: case[key] for key in ("auto", "scaleFill", "scaleup", "stride") if key in case}
             image = letterbox(stored[f"{name}.image"], case["new_shape"], (114, 114, 114), **options)[0]
             assert np.abs(image.astype(int) - stored[f"{name}.output"]).max() <= 1
+
+
+# ---------------------------------------------------------------------------------------------------------- a region
+
+
+@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
+def test_region_is_counted_in_the_turned_picture(tmp_path: Path, orientation: int) -> None:
+    path = save(tmp_path, "turned.jpg", with_pillow(paint(), "JPEG", orientation))
+    whole = imread_bgr(path)
+    region = read_region(path, 5, 8, 20, 11)
+    assert region.original == whole.shape[:2]
+    assert np.array_equal(region.image, whole[8:19, 5:25])
+    assert region.image.base is None
+    height, width = region.original
+    assert np.array_equal(read_region(path, 0, 0, width, height).image, whole)
+
+
+@pytest.mark.parametrize("place", [(-1, 0, 5, 5), (0, 0, 0, 5), (90, 0, 10, 5), (0, 60, 5, 5)])
+def test_region_outside_is_refused(tmp_path: Path, place: tuple[int, int, int, int]) -> None:
+    path = save(tmp_path, "a.png", encode(paint(96, 64)))
+    with pytest.raises(ValueError, match="96 x 64 pixels"):
+        read_region(path, *place)

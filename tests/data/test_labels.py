@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.data.drawing import encode, paint
 from utils.data.labels import (
+    REFUSED,
+    LabelFile,
     LabelFinder,
     decode_text,
     image_to_label_path,
+    label_paths,
     parse_label_text,
     read_label_file,
     rectangle_points,
 )
+from utils.data.scan import scan_dataset
+from utils.log import LOGGER
 
 GOOD = "0 0.5 0.5 0.2 0.4"
+ENCODINGS = ("utf-8", "utf-8-sig", "utf-16", "utf-16-be", "latin-1")
+
+
+def encoded(text: str, encoding: str) -> bytes:
+    """Bytes of a text; characters that an encoding does not know are replaced."""
+    return text.encode(encoding, "replace")
 
 
 def boxes_of(text: str) -> list[list[float]]:
@@ -168,6 +181,7 @@ def test_unknown_encoding_is_named(tmp_path: Path) -> None:
 )
 def test_label_path(image: str, label: str) -> None:
     assert image_to_label_path(image) == Path(label)
+    assert label_paths([image, image]) == [label, label]
 
 
 def test_label_under_another_spelling_is_found(tmp_path: Path) -> None:
@@ -202,3 +216,81 @@ def test_no_text_is_too_strange(text: str) -> None:
     label = parse_label_text(text)
     assert label.boxes.shape[1] == 5
     assert len(label.boxes) == len(label.segments) == len(label.lines)
+
+
+FIELD = st.one_of(
+    st.floats(width=64).map(repr),
+    st.floats(-0.5, 1.5).map(lambda value: f"{value:.6f}"),
+    st.integers(-5, 10**30).map(str),
+    st.sampled_from(
+        ["", "0,5", "1e400", "-0", "nan", "1_0", "\u0663", "#", "\x00", "\ufeff", ".5", "5.", "1e-320", "x"]
+    ),
+)
+ROW = st.lists(FIELD, max_size=12).map(" ".join)
+TEXT = st.lists(st.one_of(ROW, st.text(max_size=30)), max_size=6).map("\n".join)
+
+
+def check_outcome(label: LabelFile) -> None:
+    """Either clean boxes and problems with their lines, or a reason why the picture is left out."""
+    if label.error is not None:
+        assert label.error and label.error_kind
+        assert not len(label.boxes) or "no usable row" in label.error
+        return
+    boxes = label.boxes.astype(np.float64)
+    assert label.boxes.dtype == np.float32
+    assert boxes.shape == (len(label.segments), 5) == (len(label.lines), 5)
+    assert np.isfinite(boxes).all()
+    assert (boxes[:, 0] == boxes[:, 0].astype(np.int64)).all() and (boxes[:, 0] >= 0).all()
+    assert ((boxes[:, 1:] >= 0) & (boxes[:, 1:] <= 1)).all()
+    assert (boxes[:, 3:] > 0).all()
+    edges = np.concatenate((boxes[:, 1:3] - boxes[:, 3:] / 2, boxes[:, 1:3] + boxes[:, 3:] / 2))
+    assert ((edges > -1e-6) & (edges < 1 + 1e-6)).all()
+    for points in label.segments:
+        assert ((points >= 0) & (points <= 1)).all()
+    refused = [problem for problem in label.problems if problem.text.startswith(REFUSED)]
+    assert len(refused) == label.refused
+    assert label.rows == label.refused + label.duplicates + len(boxes)
+    assert all(problem.line >= 1 and problem.kind for problem in label.problems)
+
+
+@settings(max_examples=250, deadline=None)
+@given(TEXT)
+def test_any_rows_give_clean_boxes_or_named_problems(text: str) -> None:
+    check_outcome(parse_label_text(text))
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    data=st.one_of(st.binary(max_size=200), st.tuples(TEXT, st.sampled_from(ENCODINGS)).map(lambda p: encoded(*p))),
+)
+def test_any_bytes_give_clean_boxes_or_named_problems(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(data)
+    check_outcome(read_label_file(path))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.one_of(st.binary(max_size=120), TEXT.map(lambda text: encoded(text, "utf-8"))))
+def test_the_scan_names_file_and_line_of_whatever_it_refuses(tmp_path: Path, data: bytes) -> None:
+    image, label = tmp_path / "a.png", tmp_path / "a.txt"
+    if not image.exists():
+        image.write_bytes(encode(paint(16, 16)))
+    label.write_bytes(data)
+    LOGGER.setLevel(logging.ERROR)
+    try:
+        result = scan_dataset(image, use_cache=False)
+    except ValueError as error:
+        assert "none of the 1 pictures" in str(error)
+        return
+    finally:
+        LOGGER.setLevel(logging.INFO)
+    assert np.isfinite(result.labels.values).all()
+    refused = [problem for problem in result.problems if problem.is_refused_row]
+    assert len(refused) == result.counts.rows_refused
+    assert all(problem.path == str(label) and problem.line >= 1 for problem in refused)
+
+
+def test_class_numbers_beyond_what_labels_can_hold_are_refused() -> None:
+    assert boxes_of("16777215 .5 .5 .1 .1")[0][0] == 16777215
+    label = parse_label_text(f"{GOOD}\n16777217 .5 .5 .1 .1\n1e300 .5 .5 .1 .1\n")
+    assert label.refused == 2

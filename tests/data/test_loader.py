@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from tests.data.drawing import colour_faults, label_text, paint, write_set
-from utils.data.loader import EpochLoader, EpochSampler, create_dataloader, fit_shared_memory, worker_count
+from tests.data.loader_kit import HYP, fingerprints, loader_of, probe_loader
+from utils.data.dataset import LoadImagesAndLabels
+from utils.data.loader import EpochLoader, create_dataloader
 from utils.data.spec import load_data_spec
-
-HYP = {"mosaic": 0.8, "mixup": 0.3, "hsv_v": 0.4, "scale": 0.5, "translate": 0.1, "fliplr": 0.5}
-
-
-def loader_of(shapes: Path, workers: int = 0, **options: object) -> EpochLoader:
-    spec = load_data_spec(shapes)
-    settings = {"augment": True, "hyp": HYP, "shuffle": True, "nc": spec.nc, **options}
-    return create_dataloader(spec.train, 64, 5, 32, workers=workers, **settings)[0]
 
 
 def passes(loader: EpochLoader, epochs: int) -> list[tuple[Tensor, Tensor, tuple[str, ...]]]:
@@ -44,26 +39,110 @@ def test_batch_layout(shapes_dataset: Path) -> None:
 
 
 @pytest.mark.slow
-def test_workers_make_no_difference(shapes_dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_ten_batches_do_not_depend_on_the_number_of_workers(
+    shapes_dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("utils.data.loader.worker_count", lambda wanted, _: wanted)
-    alone, helped = (passes(loader_of(shapes_dataset, workers, seed=3), 3) for workers in (0, 2))
-    for (images, targets, paths), (images2, targets2, paths2) in zip(alone, helped, strict=True):
-        assert torch.equal(images, images2)
-        assert torch.equal(targets, targets2)
-        assert paths == paths2
+    found = {}
+    for workers in (0, 2, 8):
+        loader = loader_of(shapes_dataset, workers, seed=3)
+        assert loader.num_workers == workers
+        found[workers] = fingerprints(loader, range(2))
+        loader.close()
+    assert len(set(found[0])) == 10
+    assert found[0] == found[2] == found[8]
+    assert not set(found[0]) & set(fingerprints(loader_of(shapes_dataset, seed=4), range(2)))
 
 
-def test_seed_and_epoch_decide_the_order(shapes_dataset: Path) -> None:
-    def order(seed: int, epoch: int) -> list[int]:
-        sampler = EpochSampler(20, shuffle=True, seed=seed)
-        sampler.epoch = epoch
-        return [key.index for key in sampler]
+def test_an_epoch_does_not_depend_on_earlier_ones(shapes_dataset: Path) -> None:
+    whole = fingerprints(loader_of(shapes_dataset), range(4))
+    assert fingerprints(loader_of(shapes_dataset), [3]) == whole[15:]
+    assert fingerprints(loader_of(shapes_dataset), [2, 3]) == whole[10:]
+    assert len(set(whole)) == 20
 
-    assert order(0, 0) == order(0, 0)
-    assert sorted(order(0, 0)) == list(range(20))
-    assert len({tuple(order(seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}) == 4
-    first, second = (passes(loader_of(shapes_dataset, seed=seed), 1) for seed in (0, 1))
-    assert not torch.equal(first[0][0], second[0][0])
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_announced_epochs_give_the_same_batches(workers: int, shapes_dataset: Path) -> None:
+    plain = fingerprints(loader_of(shapes_dataset), range(4))
+    loader = loader_of(shapes_dataset, workers)
+    assert fingerprints(loader, range(4), announce=True) == plain
+    loader.close()
+
+
+def test_workers_start_on_the_announced_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = probe_loader(1)
+    restarts: list[int] = []
+    original = EpochLoader._restart
+    monkeypatch.setattr(EpochLoader, "_restart", lambda self: (restarts.append(1), original(self))[1])
+    for epoch in range(4):
+        loader.set_epoch(epoch)
+        loader.announce(epoch + 1)
+        assert [int(row) for batch in loader for row in batch[1][:, 4]] == [epoch] * 16
+        assert loader._stream.begun[0].epoch == epoch + 1
+    assert len(restarts) == 1
+    loader.close()
+
+
+def test_a_wrong_announcement_and_a_broken_pass_are_thrown_away() -> None:
+    def epochs_and_indices() -> list[tuple[float, float]]:
+        return [(row[4].item(), row[5].item()) for batch in loader for row in batch[1]]
+
+    loader = probe_loader(1)
+    loader.announce(1)
+    assert epochs_and_indices() == [(0, index) for index in range(16)]
+    loader.set_epoch(7)
+    assert epochs_and_indices() == [(7, index) for index in range(16)]
+    loader.announce(8)
+    for number, _ in enumerate(loader):
+        if number == 6:  # the worker is in epoch 8 already, the trainer is not
+            break
+    loader.set_epoch(8)
+    assert epochs_and_indices() == [(8, index) for index in range(16)]
+    assert epochs_and_indices() == [(8, index) for index in range(16)]
+    loader.close()
+
+
+@pytest.mark.slow
+def test_spawned_workers_give_the_same_batches(shapes_dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("utils.data.loader.worker_count", lambda wanted, _: wanted)
+    loader = loader_of(shapes_dataset, 2, multiprocessing_context="spawn")
+    assert fingerprints(loader, range(2), announce=True) == fingerprints(loader_of(shapes_dataset), range(2))
+    loader.close()
+
+
+def test_image_weights_draw_pictures_and_replace_rect(shapes_dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("utils.data.loader.LOGGER.warning", said.append)
+    loader = loader_of(shapes_dataset, image_weights=True, rect=True)
+    assert not loader.dataset.rect
+    assert any("--rect is off" in text for text in said)
+    background = {
+        path for path, rows in zip(loader.dataset.im_files, loader.dataset.labels, strict=True) if not len(rows)
+    }
+    assert not background & {path for batch in loader for path in batch[2]}  # nothing in them that is rare
+    weights = np.zeros(len(loader.dataset))
+    weights[[3, 5]] = 1
+    loader.set_epoch(1, image_weights=weights)
+    drawn = {path for batch in loader for path in batch[2]}
+    assert drawn == {loader.dataset.im_files[3], loader.dataset.im_files[5]}
+    with pytest.raises(ValueError, match="one number for each of 24 pictures"):
+        loader.set_epoch(2, image_weights=[1, 2])
+
+
+def test_cache_arguments_are_passed_on_where_given(monkeypatch: pytest.MonkeyPatch, shapes_dataset: Path) -> None:
+    seen: list[dict] = []
+
+    def fake(*_: object, **keywords: object) -> LoadImagesAndLabels:
+        seen.append({name: keywords[name] for name in ("cache", "cache_dir", "mosaic_cache") if name in keywords})
+        keywords.pop("cache_dir", None), keywords.pop("mosaic_cache", None), keywords.pop("cache", None)
+        return LoadImagesAndLabels(*_, **keywords)
+
+    monkeypatch.setattr("utils.data.loader.LoadImagesAndLabels", fake)
+    loader_of(shapes_dataset)
+    loader_of(shapes_dataset, cache="disk", cache_dir="somewhere", mosaic_cache=7)
+    loader_of(shapes_dataset, cache="val")
+    loader_of(shapes_dataset, cache="val", augment=False)
+    assert seen == [{}, {"cache": "disk", "cache_dir": "somewhere", "mosaic_cache": 7}, {}, {"cache": "ram"}]
 
 
 def test_mosaic_switch_reaches_the_samples(shapes_dataset: Path) -> None:
@@ -114,29 +193,6 @@ def test_living_workers_survive_bad_files_and_count_them(tmp_path: Path, monkeyp
         loader.set_epoch(epoch)
         assert sum(len(batch[0]) for batch in loader) == 8
     assert [Path(path).name for path in dataset.broken_files()] == ["1.png", "4.png"]
-
-
-@pytest.mark.parametrize(
-    ("free_mb", "wanted"),
-    [(10_000, (8, 2)), (1000, (8, 2)), (300, (8, 1)), (120, (3, 1)), (40, (0, 0)), (0, (0, 0))],
-)
-def test_shared_memory(free_mb: int, wanted: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr("utils.data.loader.LOGGER.warning", said.append)
-    batch_bytes = 16 * 3 * 640 * 640
-    assert fit_shared_memory(8, batch_bytes, free_bytes=free_mb << 20) == wanted
-    assert len(said) == (wanted != (8, 2))
-    assert all("--shm-size" in text for text in said)
-    assert fit_shared_memory(0, batch_bytes) == (0, 0)
-
-
-def test_worker_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(6)), raising=False)
-    assert worker_count(8, 16) == 6
-    assert worker_count(2, 16) == 2
-    assert worker_count(8, 1) == 0
-    assert worker_count(8, 3) == 3
-    assert worker_count(-1, 16) == 6
 
 
 def test_pixels_and_labels_agree_after_the_loader(tmp_path: Path) -> None:

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.data.drawing import BOXES, encode, label_text, paint, write_set
+from utils.data import file_scan, filesystem, scan_cache
 from utils.data import scan as scan_module
-from utils.data.scan import check_classes, printable, scan_dataset
+from utils.data.filesystem import Mount, mount_of, network_mount, parse_mounts
+from utils.data.scan import check_classes, printable, require_objects, scan_dataset
+from utils.data.scan_cache import FORMAT_VERSION, Stamp
 from utils.data.spec import load_data_spec
 from utils.log import LOGGER
+
+REPO_ROOT = Path(scan_module.__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -70,7 +78,7 @@ def test_second_scan_comes_from_the_cache(tmp_path: Path, monkeypatch: pytest.Mo
     images = make(tmp_path)
     first = scan_dataset(images)
     assert (tmp_path / "labels" / "train.scan.cache").is_file()
-    monkeypatch.setattr(scan_module, "scan_one", lambda *_: pytest.fail("looked at a file again"))
+    monkeypatch.setattr(file_scan, "scan_one", lambda *_: pytest.fail("looked at a file again"))
     second = scan_dataset(images)
     assert second.counts == first.counts
     assert second.problems == first.problems
@@ -90,22 +98,215 @@ def test_changes_are_noticed_file_by_file(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "labels" / "train" / "none.txt").write_text("1 .5 .5 .1 .1\n")
     (images / "empty.jpg").unlink()
     looked_at = []
-    real = scan_module.scan_one
-    monkeypatch.setattr(scan_module, "scan_one", lambda i, lb: (looked_at.append(Path(i).name), real(i, lb))[1])
+    real = file_scan.scan_one
+    monkeypatch.setattr(file_scan, "scan_one", lambda i, lb: (looked_at.append(Path(i).name), real(i, lb))[1])
     result = scan_dataset(images)
     assert sorted(looked_at) == ["good.jpg", "none.jpg"]
     assert result.labels[0][0, 0] == 3
     assert [Path(path).stem for path in result.im_files] == ["good", "none", "polygon", "rows"]
 
 
-@pytest.mark.parametrize("damage", [b"", b"PK\x03\x04 rubbish", bytes(2000)])
-def test_damaged_cache_is_replaced(tmp_path: Path, damage: bytes) -> None:
+def test_edit_that_keeps_size_and_time_is_seen(tmp_path: Path) -> None:
+    images = make(tmp_path)
+    scan_dataset(images)
+    label = tmp_path / "labels" / "train" / "good.txt"
+    times = label.stat()
+    label.write_text(label_text().replace("0 0.2", "3 0.2", 1))
+    os.utime(label, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert scan_dataset(images).labels[1][0, 0] == 3
+
+
+def test_replaced_picture_is_seen(tmp_path: Path) -> None:
+    images = make(tmp_path)
+    scan_dataset(images)
+    times = (images / "good.jpg").stat()
+    other = images / "new.tmp"
+    other.write_bytes(encode(paint(48, 32), ".jpg").ljust(times.st_size, b"\0"))
+    os.utime(other, ns=(times.st_atime_ns, times.st_mtime_ns))
+    os.replace(other, images / "good.jpg")
+    assert scan_dataset(images).shapes[1].tolist() == [48, 32]
+
+
+@pytest.mark.parametrize(
+    "damage", [b"", b"PK\x03\x04 rubbish", bytes(2000), b"\x93NUMPY\x01\x00v\x00{'descr'", "cut", "bit"]
+)
+def test_damaged_cache_is_replaced(tmp_path: Path, damage: bytes | str, messages: list[str]) -> None:
     images = make(tmp_path)
     wanted = scan_dataset(images).counts
     cache = tmp_path / "labels" / "train.scan.cache"
-    cache.write_bytes(damage)
+    data = bytearray(cache.read_bytes())
+    data[len(data) // 3] ^= 4
+    cache.write_bytes(damage if isinstance(damage, bytes) else bytes(data) if damage == "bit" else data[:-200])
+    messages.clear()
     assert scan_dataset(images).counts == wanted
+    assert sum("is not used, all files are scanned again" in message for message in messages) == 1
     assert len(cache.read_bytes()) > 2000
+    messages.clear()
+    scan_dataset(images)
+    assert not any("scanned again" in message for message in messages)
+    assert "8 from the label cache of" in messages[-1]
+
+
+@pytest.mark.parametrize("part", ["stamps", "figures", "point_counts", "labels", "boxes", "texts", "images_lengths"])
+def test_cache_whose_parts_do_not_fit_is_replaced(tmp_path: Path, part: str, messages: list[str]) -> None:
+    images = make(tmp_path)
+    wanted = scan_dataset(images).counts
+    cache = tmp_path / "labels" / "train.scan.cache"
+    with np.load(cache) as stored:
+        arrays = {name: stored[name] for name in stored.files}
+    arrays[part] = arrays.get(part, np.zeros(0))[:-1]
+    with open(cache, "wb") as file:
+        np.savez(file, **arrays)
+    assert scan_dataset(images).counts == wanted
+
+
+def test_other_format_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, messages: list[str]) -> None:
+    images = make(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(scan_cache, "FORMAT_VERSION", FORMAT_VERSION + 1)
+        wanted = scan_dataset(images).counts
+    looked_at = []
+    real = file_scan.scan_one
+    monkeypatch.setattr(file_scan, "scan_one", lambda i, lb: (looked_at.append(i), real(i, lb))[1])
+    assert scan_dataset(images).counts == wanted
+    assert len(looked_at) == 8
+    assert sum(f"format {FORMAT_VERSION + 1} of another version" in message for message in messages) == 1
+
+
+def test_stamps_tell_files_from_folders(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").mkdir()
+    assert not Stamp.of(str(tmp_path / "a.jpg"), str(tmp_path / "a.txt")).has_label
+    images = write_set(tmp_path / "set", {"a.jpg": (paint(), None)})
+    (tmp_path / "set" / "labels" / "train" / "a.txt").mkdir()
+    assert scan_dataset(images).counts.missing == 1
+
+
+SLOW_SCAN = """
+import sys, time
+from utils.data import file_scan, scan
+file_scan.SAVE_INTERVAL_S, file_scan.SAVE_SHARE, file_scan.CHUNK, scan.SCAN_THREADS = 0.05, 1.0, 2, 1
+real = file_scan.scan_one
+def slow(image, label):
+    time.sleep(0.05)
+    return real(image, label)
+file_scan.scan_one = slow
+print("started", flush=True)
+scan.scan_dataset(sys.argv[1])
+"""
+
+
+def test_killed_scan_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    number = 200  # ten seconds' worth: the process is killed long before
+    images = write_set(tmp_path, {f"{i:03d}.jpg": (paint(), label_text()) for i in range(number)})
+    cache = tmp_path / "labels" / "train.scan.cache"
+    with subprocess.Popen(
+        [sys.executable, "-c", SLOW_SCAN, str(images)], cwd=REPO_ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as process:
+        end = time.monotonic() + 30
+        while not cache.exists() and process.poll() is None and time.monotonic() < end:
+            time.sleep(0.02)
+        process.kill()
+    assert cache.exists()
+    looked_at = []
+    real = file_scan.scan_one
+    monkeypatch.setattr(file_scan, "scan_one", lambda i, lb: (looked_at.append(i), real(i, lb))[1])
+    result = scan_dataset(images)
+    assert result.counts.objects == 3 * number
+    assert 0 < len(looked_at) < number
+    assert result.notes.from_cache == number - len(looked_at)
+
+
+def test_interrupted_scan_keeps_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    images = write_set(tmp_path, {f"{i:03d}.jpg": (paint(), label_text()) for i in range(40)})
+    calls = []
+    real = file_scan.scan_one
+
+    def interrupted(image: str, label: str | None) -> object:
+        calls.append(image)
+        if Path(image).stem == "020":
+            raise KeyboardInterrupt
+        return real(image, label)
+
+    monkeypatch.setattr(file_scan, "CHUNK", 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(file_scan, "scan_one", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            scan_dataset(images)
+    calls.clear()
+    monkeypatch.setattr(file_scan, "scan_one", lambda i, lb: (calls.append(Path(i).stem), real(i, lb))[1])
+    assert scan_dataset(images).counts.used == 40
+    assert "020" in calls
+    assert len(calls) == 20
+
+
+def test_network_disks_are_told_from_local_ones() -> None:
+    text = (
+        "/dev/sda1 / ext4 rw 0 0\nnas:/data /mnt/my\\040data nfs4 rw 0 0\n//win/share /mnt/win cifs rw 0 0\n"
+        "sshfs /mnt/ssh fuse.sshfs rw 0 0\n/dev/sdb1 /mnt/usb fuseblk rw 0 0\n/dev/sdc1 /mnt/win/disk xfs rw 0 0\n"
+        "lxcfs /proc/cpuinfo fuse.lxcfs rw 0 0\nrubbish\ntmpfs /mnt/ssh tmpfs rw 0 0\n"
+    )
+    assert len(parse_mounts(text)) == 8
+    assert mount_of("/mnt/my data/set/a.jpg", text) == Mount("/mnt/my data", "nfs4")
+    for path, kind, is_network in (
+        ("/mnt/my data", "nfs4", True),
+        ("/mnt/my data2/a", "ext4", False),
+        ("/mnt/win/a.jpg", "cifs", True),
+        ("/mnt/win/disk/a.jpg", "xfs", False),
+        ("/mnt/ssh/x", "tmpfs", False),  # mounted over the other one
+        ("/mnt/usb/x", "fuseblk", False),
+        ("/proc/cpuinfo", "fuse.lxcfs", False),
+        ("/home", "ext4", False),
+    ):
+        mount = mount_of(path, text)
+        assert mount is not None
+        assert (mount.kind, mount.is_network) == (kind, is_network), path
+    assert mount_of("/a", "") is None
+    assert Mount("/m", "fuse.s3fs").is_network
+
+
+def test_network_disk_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, messages: list[str]) -> None:
+    images = make(tmp_path / "set")
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"d / ext4 rw 0 0\nnas:/x {os.path.realpath(tmp_path / 'set')} nfs rw 0 0\n")
+    monkeypatch.setattr(filesystem, "MOUNTS_FILE", mounts)
+    assert scan_dataset(images, prefix="train: ").notes.network == "nfs"
+    assert sum("lie on a network disk (nfs at" in message for message in messages) == 1
+    monkeypatch.setattr(filesystem, "MOUNTS_FILE", tmp_path / "absent")
+    assert network_mount(images) is None
+
+
+def test_no_labels_at_all(tmp_path: Path, messages: list[str]) -> None:
+    images = write_set(tmp_path, {"a.jpg": (paint(), None), "b.jpg": (paint(), None)})
+    result = scan_dataset(images)
+    where = str(tmp_path / "labels" / "train" / "a.txt")
+    assert any("no label file found at all" in message and where in message for message in messages)
+    with pytest.raises(ValueError, match="any of the 2 pictures") as caught:
+        require_objects(result, "train: ")
+    assert where in str(caught.value)
+    (tmp_path / "labels" / "train" / "a.txt").write_text("")
+    with pytest.raises(ValueError, match="1 of 2 pictures, the others are empty.*b.txt"):
+        require_objects(scan_dataset(images))
+    (tmp_path / "labels" / "train" / "b.txt").write_text("# nothing\n")
+    with pytest.raises(ValueError, match="label files of all 2 pictures are empty"):
+        require_objects(scan_dataset(images))
+    (tmp_path / "labels" / "train" / "b.txt").write_text(label_text())
+    require_objects(scan_dataset(images))
+
+
+def test_many_backgrounds_are_questioned(tmp_path: Path, messages: list[str]) -> None:
+    files = {f"{i}.jpg": (paint(), label_text() if i < 6 else "" if i < 8 else None) for i in range(10)}
+    scan_dataset(write_set(tmp_path, files))
+    (line,) = [message for message in messages if "is that meant?" in message]
+    assert "4 of 10 pictures hold no object: 2 empty label files, 2 without" in line
+    assert str(tmp_path / "labels" / "train" / "8.txt") in line
+
+
+def test_printed_problems_are_limited_and_complete_in_the_result(tmp_path: Path, messages: list[str]) -> None:
+    images = write_set(tmp_path, {f"{i:02d}.jpg": (paint(), "0 .5 .5 .1 .1\n0 .5 .5 0 0\n") for i in range(50)})
+    result = scan_dataset(images)
+    assert len(result.problems) == 50
+    assert sum("row refused" in message for message in messages) == scan_module.MAX_NAMED
+    assert any("and 30 more, all named in data_report.json" in message for message in messages)
 
 
 def test_read_only_set(tmp_path: Path, messages: list[str], user_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +315,7 @@ def test_read_only_set(tmp_path: Path, messages: list[str], user_cache: Path, mo
     wanted = scan_dataset(images).counts
     assert not list((tmp_path / "labels").glob("*.cache"))
     assert sum("label cache kept in" in message for message in messages) == 1
-    monkeypatch.setattr(scan_module, "scan_one", lambda *_: pytest.fail("looked at a file again"))
+    monkeypatch.setattr(file_scan, "scan_one", lambda *_: pytest.fail("looked at a file again"))
     assert scan_dataset(images).counts == wanted
 
 

@@ -55,6 +55,7 @@ def test_a_run_leaves_every_promised_file_and_the_data_set_as_it_was(make_option
 def test_checkpoints_are_tensors_and_plain_data(make_options: MakeOptions) -> None:
     options = make_options(epochs=1, save_period=1)
     Trainer(options).fit()
+    assert load_checkpoint(run_folder(options) / "weights" / "last.pt").kind == "training"  # --epochs N extends it
     for name in ("last.pt", "best.pt", "epoch0.pt"):
         content = torch.load(run_folder(options) / "weights" / name, weights_only=True)
         assert content["names"] == {0: "rectangle", 1: "ellipse", 2: "triangle"}
@@ -100,12 +101,19 @@ def test_an_interrupted_and_resumed_run_equals_one_at_a_stretch(
             assert np.array_equal(values, two_rows[name]), name
 
 
-def test_a_finished_run_is_not_resumed_and_says_what_to_do(make_options: MakeOptions) -> None:
+def test_a_finished_run_is_extended_by_epochs_and_says_so(make_options: MakeOptions) -> None:
     options = make_options(epochs=1)
     Trainer(options).fit()
-    last = run_folder(options) / "weights" / "last.pt"
-    with pytest.raises(ValueError, match="finished.*--weights"):
-        Trainer(TrainOptions(resume=str(last)))
+    weights = run_folder(options) / "weights"
+    with pytest.raises(ValueError, match="all 1 epochs are done.*--epochs N"):
+        Trainer(TrainOptions(resume=str(weights / "last.pt")))
+    with pytest.raises(ValueError, match="weights only.*--weights"):
+        Trainer(TrainOptions(resume=str(weights / "best.pt")))
+    line = f"--resume {weights / 'last.pt'} --epochs 3 --optimizer Adam"
+    trainer = Trainer(TrainOptions.from_cli(line.split()))
+    assert (trainer.start_epoch, trainer.options.epochs, trainer.options.optimizer) == (1, 3, "SGD")
+    trainer.fit()
+    assert read_results(run_folder(options) / "results.csv")["epoch"] == [0, 1, 2]
 
 
 def test_bare_resume_takes_the_newest_run_or_falls_back_to_the_weights(

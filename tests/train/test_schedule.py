@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
+import torch
 
+from utils.files import read_yaml
+from utils.options import Hyp
 from utils.train.schedule import (
     EPOCH_FACTORS,
+    RESTARTS,
+    Restarts,
     Schedule,
     accumulation,
     describe_mosaic,
+    describe_restarts,
     has_mosaic,
+    smoothing_at,
     warmup_steps,
 )
 
@@ -142,3 +150,101 @@ def test_warmup_matches_the_recorded_one(golden) -> None:
         upto = [step for step in record["stepped_at"] if step < len(record["lr_bias"])]
         assert stepped == upto
         assert math.isfinite(record["lr_after_last_epoch"][0])
+
+
+def restarting(epochs: int, *, stretch: bool = False, **changes: object) -> Schedule:
+    restarts = Restarts(stretch_last_cycle=stretch)
+    return make_schedule(kind=RESTARTS, epochs=epochs, lr0=0.02, lrf=0.001, restarts=restarts, **changes)
+
+
+FIRST_CYCLES = [
+    *(0.02, 0.018091, 0.013094, 0.006916, 0.001919),
+    *(0.02, 0.019511, 0.018091, 0.015880, 0.013094, 0.010005, 0.006916, 0.004130, 0.001919, 0.000499),
+    0.02,
+]
+
+
+def test_restarts_give_the_known_learning_rates() -> None:
+    schedule = restarting(75, warmup_steps=0)
+    found = [schedule.at(1000, epoch).lr_other for epoch in range(16)]
+    assert found == pytest.approx(FIRST_CYCLES, abs=5e-7)
+    assert [epoch for epoch in range(75) if schedule.factor(epoch) == 1.0] == [0, 5, 15, 35]
+
+
+def test_restarts_equal_torch() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.02)
+    reference = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=5, T_mult=2, eta_min=1e-5)
+    schedule = restarting(100)
+    for epoch in range(100):
+        assert 0.02 * schedule.factor(epoch) == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-12), epoch
+        optimizer.step()
+        reference.step()
+
+
+@pytest.mark.parametrize("growth", [1, 2, 3])
+def test_cycles_follow_each_other(growth: int) -> None:
+    cycles = Restarts(first_cycle=3, growth=growth).cycles(50)
+    assert cycles[0] == (0, 3)
+    assert all(sum(one) == two[0] and two[1] == one[1] * growth for one, two in zip(cycles, cycles[1:], strict=False))
+    assert cycles[-1][0] < 50 <= sum(cycles[-1])
+
+
+@pytest.mark.parametrize(("epochs", "last_start"), [(20, 5), (30, 15), (34, 15), (35, 15), (36, 15), (100, 35), (4, 0)])
+def test_stretched_run_ends_at_the_lowest_rate(epochs: int, last_start: int) -> None:
+    schedule, plain = restarting(epochs, stretch=True), restarting(epochs)
+    rates = [0.02 * schedule.factor(epoch) for epoch in range(epochs)]
+    assert rates[-1] == pytest.approx(1e-5)
+    assert rates[:last_start] == pytest.approx([0.02 * plain.factor(epoch) for epoch in range(last_start)])
+    assert max(range(epochs), key=lambda epoch: (rates[epoch], epoch)) == last_start
+    assert all(later < earlier for earlier, later in zip(rates[last_start:], rates[last_start + 1 :], strict=False))
+
+
+def test_stretching_one_epoch_trains_at_the_peak() -> None:
+    assert restarting(1, stretch=True).factor(0) == 1.0
+
+
+def test_warmup_is_kept_with_restarts() -> None:
+    schedule = restarting(20)
+    first, last = schedule.at(0, 0), schedule.at(150, 2)
+    assert (first.lr_bias, first.lr_other, first.momentum) == (0.1, 0.0, 0.8)
+    assert (last.lr_bias, last.lr_other) == pytest.approx((0.013094,) * 2, abs=5e-7)
+
+
+@pytest.mark.parametrize("epochs", [5, 15, 35, 75])
+def test_no_warning_where_a_cycle_ends(epochs: int) -> None:
+    assert describe_restarts(restarting(epochs)) is None
+
+
+def test_warning_where_the_run_ends_high() -> None:
+    schedule = restarting(20)
+    assert schedule.final_share == pytest.approx(0.9045, abs=1e-3)
+    warning = describe_restarts(schedule)
+    assert warning is not None
+    assert all(text in warning for text in ("90%", "--stretch-last-cycle", "--epochs 15 or 35"))
+    assert "--epochs 5" in (describe_restarts(restarting(3)) or "")
+    assert describe_restarts(restarting(20, stretch=True)) is None
+    assert describe_restarts(make_schedule(kind="fixed")) is None
+
+
+@pytest.mark.parametrize("changes", [{"first_cycle": 0}, {"growth": 0}, {"growth": 1.5}, {"lr_min": -1.0}])
+def test_impossible_cycles_are_refused(changes: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=f"cosine restarts: {next(iter(changes))} is"):
+        Restarts(**changes)
+
+
+def test_hyper_parameters_for_restarts_differ_in_the_rates_only() -> None:
+    file = Path(__file__).resolve().parents[2] / "hyp" / "hyp.stable.yaml"
+    assert read_yaml(file) == {**Hyp().to_dict(), "lr0": 0.02, "lrf": 0.001}
+    assert Hyp.from_yaml(file) == Hyp(lr0=0.02, lrf=0.001)
+
+
+def test_lowest_rate_above_the_peak_is_refused() -> None:
+    with pytest.raises(ValueError, match="above the peak"):
+        make_schedule(kind=RESTARTS, lr0=1e-6)
+
+
+def test_label_smoothing_decay() -> None:
+    assert [smoothing_at(epoch, 10, 0.1) for epoch in (0, 9)] == [0.1, 0.1]
+    assert [smoothing_at(epoch, 10, 0.1, "linear") for epoch in (0, 1, 5, 9)] == pytest.approx([0.1, 0.09, 0.05, 0.01])
+    with pytest.raises(ValueError, match="'steps'.*none, linear"):
+        smoothing_at(0, 10, 0.1, "steps")

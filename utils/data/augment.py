@@ -19,6 +19,7 @@ import numpy as np
 from utils.boxes import bbox_ioa, resample_segments, segment2box
 from utils.data.images import FILL
 
+MIX_SHIFT = 1 / 512 - 0.5
 OVERLAP_LIMIT = 0.30  # a pasted object may hide less than this share of any object
 MIX_BETA = 32.0  # both parameters of mixup's Beta distribution: ratios near one half
 KEEP_AREA, KEEP_AREA_SEGMENTS = 0.10, 0.01  # smallest share of an object's area that must survive the warp
@@ -54,6 +55,20 @@ class AugmentSettings:
 # ------------------------------------------------------------------------------------------------ colour and flips
 
 
+def draw_hsv(rng: np.random.Generator, hgain: float, sgain: float, vgain: float) -> np.ndarray | None:
+    """Draw the factors (3,) of hue, saturation and value, 1 + u^3 * gain with u in [-1, 1); None if all gains are 0."""
+    if not (hgain or sgain or vgain):
+        return None
+    return rng.uniform(-1, 1, 3) ** 3 * (hgain, sgain, vgain) + 1
+
+
+def hsv_tables(factors: np.ndarray) -> np.ndarray:
+    """New hue, saturation and value (3, 256) for every old one."""
+    values = np.arange(256) * factors[:, None]
+    values[0] %= 180
+    return np.clip(values, 0, 255).astype(np.uint8)
+
+
 def augment_hsv(
     im: np.ndarray,
     hgain: float = 0.5,
@@ -62,19 +77,32 @@ def augment_hsv(
     *,
     rng: np.random.Generator | None = None,
 ) -> None:
-    """Change hue, saturation and value of a BGR picture in place, each by a factor 1 + u^3 * gain, u in [-1, 1)."""
-    if not (hgain or sgain or vgain):
+    """Change hue, saturation and value of a BGR picture in place by factors from `draw_hsv`."""
+    factors = draw_hsv(_generator(rng), hgain, sgain, vgain)
+    if factors is None:
         return
-    draws = _generator(rng).uniform(-1, 1, 3)
-    factors = draws**3 * (hgain, sgain, vgain) + 1
-    values = np.arange(256, dtype=np.float64)
-    table = np.empty((1, 256, 3), np.uint8)
-    table[0, :, 0] = (values * factors[0]) % 180
-    table[0, :, 1] = np.clip(values * factors[1], 0, 255)
-    table[0, :, 2] = np.clip(values * factors[2], 0, 255)
     hsv = cv2.cvtColor(im, cv2.COLOR_BGR2HSV)
-    cv2.LUT(hsv, table, dst=hsv)  # one table per channel in a single pass
+    cv2.LUT(hsv, np.ascontiguousarray(hsv_tables(factors).T)[None], dst=hsv)  # one table per channel
     cv2.cvtColor(hsv, cv2.COLOR_HSV2BGR, dst=im)
+
+
+def rgb_planes(image: np.ndarray, factors: np.ndarray | None = None) -> np.ndarray:
+    """Planes (3, H, W) RGB of a picture (H, W, 3) BGR or (H, W, 4) BGR and filling, its colours changed by factors.
+
+    The same pixels as `augment_hsv` followed by a reordering of the channels. The tables are applied to single planes,
+    for which OpenCV needs half the time.
+    """
+    planes = np.empty((3, *image.shape[:2]), np.uint8)
+    if factors is None:
+        cv2.split(cv2.cvtColor(image, cv2.COLOR_BGR2RGB), list(planes))
+        return planes
+    hsv = cv2.cvtColor(image, cv2.COLOR_BGR2HSV)
+    cv2.split(hsv, list(planes))
+    for plane, table in zip(planes, hsv_tables(factors), strict=True):
+        cv2.LUT(plane, table[None], dst=plane)
+    cv2.merge(list(planes), hsv)
+    cv2.split(cv2.cvtColor(hsv, cv2.COLOR_HSV2RGB), list(planes))
+    return planes
 
 
 def flip_labels(labels_xywhn: np.ndarray, *, vertical: bool) -> None:
@@ -172,19 +200,33 @@ def apply_affine(
             im = cv2.warpPerspective(im, matrix, dsize=(width, height), borderValue=FILL)
         else:
             im = cv2.warpAffine(im, matrix[:2], dsize=(width, height), borderValue=FILL)
+    return im, warp_targets(targets, segments, matrix, draws.scale, (height, width), is_projective=is_projective)
+
+
+def warp_targets(
+    targets: np.ndarray | Sequence[Sequence[float]],
+    segments: Sequence[np.ndarray],
+    matrix: np.ndarray,
+    scale: float,
+    out_shape: tuple[int, int],
+    *,
+    is_projective: bool = False,
+) -> np.ndarray:
+    """Move targets (n, 5) by a matrix (3, 3) into a picture of out_shape (height, width); only those worth keeping."""
     targets = np.asarray(targets)
     if not len(targets):
-        return im, np.zeros((0, 5), np.float32)
+        return np.zeros((0, 5), np.float32)
+    height, width = out_shape
     use_segments = len(segments) == len(targets) and any(np.any(points) for points in segments)
     if use_segments:
         corners = _warp_segments(segments, matrix, width, height, is_projective)
     else:
         corners = _warp_boxes(targets[:, 1:5], matrix, width, height, is_projective)
     area = KEEP_AREA_SEGMENTS if use_segments else KEEP_AREA
-    kept = box_candidates(targets[:, 1:5].T * draws.scale, corners.T, area_thr=area)
+    kept = box_candidates(targets[:, 1:5].T * scale, corners.T, area_thr=area)
     targets = targets[kept]
     targets[:, 1:5] = corners[kept]
-    return im, targets
+    return targets
 
 
 def _warp_points(points: np.ndarray, matrix: np.ndarray, is_projective: bool) -> np.ndarray:
@@ -274,19 +316,31 @@ def mosaic4(
     """
     side = 2 * size
     canvas = np.full((side, side, 3), FILL[0], np.uint8)
-    labels, segments = [np.zeros((0, 5), np.float32)], []
-    for position, (image, rows, outlines) in enumerate(parts):
+    for position, (image, _, _) in enumerate(parts):
         height, width = image.shape[:2]
-        tile = mosaic_tile(position, width, height, centre, side)
-        (cx1, cy1, cx2, cy2), (sx1, sy1, sx2, sy2) = tile
+        (cx1, cy1, cx2, cy2), (sx1, sy1, sx2, sy2) = mosaic_tile(position, width, height, centre, side)
         canvas[cy1:cy2, cx1:cx2] = image[sy1:sy2, sx1:sx2]
-        labels.append(to_pixels(rows, width, height, tile.shift))
+    sizes = [(image.shape[1], image.shape[0]) for image, _, _ in parts]
+    return canvas, *mosaic_labels(sizes, [(rows, outlines) for _, rows, outlines in parts], centre, size)
+
+
+def mosaic_labels(
+    sizes: Sequence[tuple[int, int]],
+    labels: Sequence[tuple[np.ndarray, Sequence[np.ndarray]]],
+    centre: tuple[int, int],
+    size: int,
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Labels and segments of `mosaic4` from the four pictures' (width, height) and their (rows, segments) alone."""
+    joined, segments = [np.zeros((0, 5), np.float32)], []
+    for position, ((width, height), (rows, outlines)) in enumerate(zip(sizes, labels, strict=True)):
+        tile = mosaic_tile(position, width, height, centre, 2 * size)
+        joined.append(to_pixels(rows, width, height, tile.shift))
         segments += [points * np.float32((width, height)) + np.float32(tile.shift) for points in outlines]
-    joined = np.concatenate(labels)
-    np.clip(joined[:, 1:], 0, side, out=joined[:, 1:])
+    moved = np.concatenate(joined)
+    np.clip(moved[:, 1:], 0, 2 * size, out=moved[:, 1:])
     for points in segments:
-        np.clip(points, 0, side, out=points)
-    return canvas, joined, segments
+        np.clip(points, 0, 2 * size, out=points)
+    return moved, segments
 
 
 def to_pixels(rows: np.ndarray, width: float, height: float, shift: tuple[float, float] = (0, 0)) -> np.ndarray:
@@ -302,7 +356,8 @@ def mixup(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Blend two pictures of one size with a ratio drawn from Beta(32, 32) and join their labels."""
     ratio = _generator(rng).beta(MIX_BETA, MIX_BETA)
-    blended = (im * np.float32(ratio) + im2 * np.float32(1 - ratio)).astype(np.uint8)
+    # OpenCV rounds; the shift makes it cut fractions off instead, and stays clear of exact integers.
+    blended = cv2.addWeighted(im, ratio, im2, 1 - ratio, MIX_SHIFT)
     return blended, np.concatenate((labels, labels2))
 
 
@@ -319,26 +374,42 @@ def copy_paste(
     Labels (n, 5) in pixel corners, segments in pixels, one per row. The picture is changed in place; returns picture,
     labels and segments, the copies last.
     """
-    segments = list(segments)
-    if not p or not segments or len(segments) != len(labels):
-        return im, labels, segments
-    width = im.shape[1]
-    mirrored = labels[:, 1:5].copy()
-    mirrored[:, [0, 2]] = width - labels[:, [3, 1]]
-    overlap = np.stack([bbox_ioa(box, labels[:, 1:5]) for box in mirrored])  # (N copies, N objects)
+    chosen = choose_copies(labels, segments, im.shape[1], p, rng=_generator(rng))
+    return paste_copies(im, labels, segments, chosen) if len(chosen) else (im, labels, list(segments))
+
+
+def choose_copies(
+    labels: np.ndarray, segments: Sequence[np.ndarray], width: int, p: float, *, rng: np.random.Generator
+) -> np.ndarray:
+    """Draw which rows `copy_paste` mirrors in a picture of a width: indices (k,), none without one segment per row."""
+    if not p or not len(segments) or len(segments) != len(labels):
+        return np.zeros(0, np.int64)
+    overlap = np.stack([bbox_ioa(box, labels[:, 1:5]) for box in _mirrored(labels, width)])  # (N copies, N objects)
     candidates = np.flatnonzero((overlap < OVERLAP_LIMIT).all(1))
-    chosen = _generator(rng).permutation(candidates)[: round(p * len(candidates))]
-    if not len(chosen):
-        return im, labels, segments
+    return rng.permutation(candidates)[: round(p * len(candidates))]
+
+
+def paste_copies(
+    im: np.ndarray, labels: np.ndarray, segments: Sequence[np.ndarray], chosen: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+    """Paste the mirrored copies of chosen rows into a picture, in place; the deterministic half of `copy_paste`."""
+    width, segments = im.shape[1], list(segments)
     mask = np.zeros(im.shape[:2], np.uint8)
     for index in chosen:
         outline = segments[index]
         cv2.drawContours(mask, [outline.astype(np.int32)], -1, 1, cv2.FILLED)
         segments.append(np.stack((width - outline[:, 0], outline[:, 1]), 1))
-    copies = np.concatenate((labels[chosen, :1], mirrored[chosen]), 1)
+    copies = np.concatenate((labels[chosen, :1], _mirrored(labels, width)[chosen]), 1)
     where = cv2.flip(mask, 1).view(bool)
     im[where] = cv2.flip(im, 1)[where]
     return im, np.concatenate((labels, copies)), segments
+
+
+def _mirrored(labels: np.ndarray, width: int) -> np.ndarray:
+    """Corners (n, 4) of labels (n, 5), mirrored left to right in a picture of a width."""
+    corners = labels[:, 1:5].copy()
+    corners[:, [0, 2]] = width - labels[:, [3, 1]]
+    return corners
 
 
 def _generator(rng: np.random.Generator | None) -> np.random.Generator:

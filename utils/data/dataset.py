@@ -18,25 +18,37 @@ from torch.utils.data import Dataset
 
 from utils.boxes import xyxy2xywhn
 from utils.data.augment import (
+    AffineDraws,
     AugmentSettings,
+    affine_matrix,
+    apply_affine,
     augment_hsv,
+    choose_copies,
     copy_paste,
+    draw_affine,
     draw_centre,
+    draw_hsv,
     flip_labels,
     mixup,
     mosaic4,
-    random_perspective,
+    mosaic_labels,
+    paste_copies,
+    rgb_planes,
     to_pixels,
+    warp_targets,
 )
-from utils.data.images import FILL, ImageError, imread_bgr, letterbox, resize_long_side
+from utils.data.disk_cache import DiskCache
+from utils.data.images import FILL, ImageError, fitted_size, imread_bgr, letterbox, resize_long_side
 from utils.data.labels import rectangle_points
+from utils.data.mosaic_cache import Mosaic, MosaicCache
+from utils.data.mosaic_view import Window, cut_window, draw_window, visible_window, warp_window
 from utils.data.ram_cache import RamCache
 from utils.data.scan import ScanResult, printable, scan_dataset
 from utils.data.tables import RowTable, TextTable
 from utils.log import LOGGER
 
 MAX_REPLACEMENTS = 10  # pictures tried in place of one that cannot be read any more
-CACHE_MODES = ("", "ram")
+CACHE_MODES = ("", "ram", "disk")
 
 Shapes = tuple[tuple[int, int], tuple[tuple[float, float], tuple[float, float]]]
 Sample = tuple[Tensor, Tensor, str, Shapes | None]
@@ -57,6 +69,19 @@ class Picture(NamedTuple):
     original: tuple[int, int]
     index: int
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height as loaded."""
+        return self.image.shape[1], self.image.shape[0]
+
+
+class Unread(NamedTuple):
+    """A picture whose pixels nobody will see: its (width, height) as it would be loaded, and its index."""
+
+    size: tuple[int, int]
+    index: int
+    image: None = None
+
 
 class LoadImagesAndLabels(Dataset):
     """Pictures with labels for training or validation.
@@ -64,6 +89,10 @@ class LoadImagesAndLabels(Dataset):
     `dataset[index]` or `dataset[(epoch, index, is_mosaic)]` gives (picture (3, H, W) uint8 RGB, labels (n, 6) float32
     with columns 0, class, x, y, w, h as fractions, path, shapes). Shapes is None after a mosaic, else
     ((height, width) on disk, ((ratio_h, ratio_w), (pad_w, pad_h))). `report` holds the outcome of the scan.
+
+    cache 'ram' or 'disk' keeps decoded pictures, mosaic_cache N prepares N mosaics; both below cache_dir where on disk.
+    With image_weights the sampler repeats pictures, so that rect has no effect. `is_fast = False` draws every mosaic in
+    full before it is warped, which gives the same samples but for rounding.
     """
 
     def __init__(
@@ -83,12 +112,14 @@ class LoadImagesAndLabels(Dataset):
         prefix: str = "",
         *,
         cache: bool | str | None = None,
+        cache_dir: str | Path = "",
+        mosaic_cache: int = 0,
         seed: int = 0,
         nc: int | None = None,
     ) -> None:
-        if image_weights:
-            raise ValueError("image_weights is not supported: pictures are drawn evenly, remove the option")
-        self.img_size, self.augment, self.rect = img_size, augment, rect
+        mode = cache_mode(cache_images if cache is None else cache)
+        rect = rect and not image_weights
+        self.img_size, self.augment, self.rect, self.is_fast = img_size, augment, rect, True
         self.stride, self.pad, self.seed, self.prefix = stride, pad, seed % 2**63, prefix
         self.settings = AugmentSettings.from_hyp(hyp) if augment else AugmentSettings()
         self.report: ScanResult = scan_dataset(path, prefix=prefix, nc=None if single_cls else nc)
@@ -105,8 +136,9 @@ class LoadImagesAndLabels(Dataset):
         self.batch_shapes = _batch_shapes(self.shapes, batch_size, img_size, stride, pad) if rect else None
         self.batch_index = np.arange(len(self)) // batch_size
         self._broken = multiprocessing.RawArray("B", len(self))  # seen by all workers; 1 = could not be read
-        self._pictures: RamCache | None = None
-        self._pictures = self._fill_cache(cache_mode(cache_images if cache is None else cache))
+        self._pictures: RamCache | DiskCache | None = None
+        self._pictures = self._fill_cache(mode, cache_dir)
+        self._mosaics = self._open_mosaics(mosaic_cache, cache_dir)
 
     def __len__(self) -> int:
         return len(self.im_files)
@@ -116,9 +148,10 @@ class LoadImagesAndLabels(Dataset):
         index = range(len(self))[index]
         rng = np.random.default_rng([self.seed, epoch, index])
         if self.augment and not self.rect and is_mosaic and rng.random() < self.settings.mosaic:
-            image, labels = self.load_mosaic(index, rng)
+            image, labels = self.load_mosaic(index, rng, epoch)
             if rng.random() < self.settings.mixup:
-                image, labels = mixup(image, labels, *self.load_mosaic(int(rng.integers(len(self))), rng), rng=rng)
+                other = self.load_mosaic(int(rng.integers(len(self))), rng, epoch)
+                image, labels = mixup(image, labels, *other, rng=rng)
             shapes = None
         else:
             image, labels, shapes = self._load_plain(index, rng)
@@ -174,39 +207,102 @@ class LoadImagesAndLabels(Dataset):
             )
             return None
 
-    def _rows(self, picture: Picture) -> tuple[np.ndarray, list[np.ndarray]]:
+    def _rows(self, index: int) -> tuple[np.ndarray, list[np.ndarray]]:
         """Labels (n, 5) as fractions and one polygon per row, or no polygons where all rows are boxes."""
-        if picture.index < 0:
+        if index < 0:
             return np.zeros((0, 5), np.float32), []
-        rows = self.labels[picture.index]
-        segments = self._scan.segments(picture.index) if len(self._scan.points[picture.index]) else []
-        return rows, segments
+        return self.labels[index], self._scan.segments(index) if len(self._scan.points[index]) else []
 
-    def load_mosaic(self, index: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Mosaic of the indexed and three random pictures, warped to img_size: picture and labels in pixel corners."""
+    def _rows_of_all(self, indices: Sequence[int]) -> list[tuple[np.ndarray, list[np.ndarray]]]:
+        """`_rows` of several pictures; where one has polygons, box rows get their rectangle, one segment per row."""
+        parts = [self._rows(index) for index in indices]
+        return [(rows, _complete(rows, segments)) for rows, segments in parts] if any(s for _, s in parts) else parts
+
+    def load_mosaic(self, index: int, rng: np.random.Generator, epoch: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """Mosaic of the indexed and three random pictures, warped to img_size: picture and labels in pixel corners.
+
+        The picture is (s, s, 4) with a meaningless last channel, or (s, s, 3) with `is_fast` off. Of prepared mosaics
+        the one is taken that the schedule gives to (epoch, index).
+        """
+        if self._mosaics is not None:
+            return self._warp_prepared(self._mosaics.get(epoch, index, self._build_mosaic), rng)
         centre = draw_centre(rng, self.img_size)
         indices = [index, *rng.integers(len(self), size=3)]
         rng.shuffle(indices)
+        draws = self._draw_affine(rng)
+        if self.is_fast:
+            return self._warp_visible([int(i) for i in indices], centre, draws, rng)
         pictures = [self._load(int(i), rng) for i in indices]
-        parts = [(picture.image, *self._rows(picture)) for picture in pictures]
-        if any(segments for _, _, segments in parts):  # box rows get their rectangle, so that row and segment agree
-            parts = [(image, rows, _complete(rows, segments)) for image, rows, segments in parts]
-        image, labels, segments = mosaic4(parts, centre, self.img_size)
-        image, labels, segments = copy_paste(image, labels, segments, self.settings.copy_paste, rng=rng)
+        rows = self._rows_of_all([picture.index for picture in pictures])
+        parts = [(picture.image, *part) for picture, part in zip(pictures, rows, strict=True)]
+        canvas = copy_paste(*mosaic4(parts, centre, self.img_size), self.settings.copy_paste, rng=rng)
         border = (-self.img_size // 2, -self.img_size // 2)
-        return self._affine(image, labels, segments, rng, border)
+        return apply_affine(*canvas, draws, border, is_projective=bool(self.settings.perspective))
 
-    def _affine(
+    def _draw_affine(self, rng: np.random.Generator) -> AffineDraws:
+        s = self.settings
+        return draw_affine(rng, s.degrees, s.translate, s.scale, s.shear, s.perspective)
+
+    def _warp_visible(
+        self, indices: Sequence[int], centre: tuple[int, int], draws: AffineDraws, rng: np.random.Generator
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Draw and warp only what is seen of a mosaic; all of it where objects are to be copied across."""
+        matrix, window = self._view(draws)
+        pictures: list[Picture | Unread] = []
+        for position, index in enumerate(indices):
+            size = fitted_size(*self.shapes[index].tolist(), self.img_size)
+            is_seen = window.shows(position, *size, centre, 2 * self.img_size)
+            pictures.append(self._load(index, rng) if is_seen else Unread(size, index))
+        sizes = [picture.size for picture in pictures]
+        rows = self._rows_of_all([picture.index for picture in pictures])
+        labels, segments = mosaic_labels(sizes, rows, centre, self.img_size)
+        chosen = choose_copies(labels, segments, 2 * self.img_size, self.settings.copy_paste, rng=rng)
+        if len(chosen):
+            whole = [self._load(p.index, rng) if isinstance(p, Unread) else p for p in pictures]
+            canvas = mosaic4([(p.image, *part) for p, part in zip(whole, rows, strict=True)], centre, self.img_size)[0]
+            canvas, labels, segments = paste_copies(canvas, labels, segments, chosen)
+            drawn = cut_window(canvas, window)
+        else:
+            drawn = draw_window([picture.image for picture in pictures], centre, 2 * self.img_size, window)
+        return self._warp_drawn(drawn, window, matrix, draws, labels, segments)
+
+    def _warp_prepared(self, mosaic: Mosaic, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        draws = self._draw_affine(rng)
+        matrix, window = self._view(draws)
+        rows = self._rows_of_all(mosaic.indices)
+        labels, segments = mosaic_labels(mosaic.sizes, rows, mosaic.centre, self.img_size)
+        canvas = mosaic.canvas
+        chosen = choose_copies(labels, segments, 2 * self.img_size, self.settings.copy_paste, rng=rng)
+        if len(chosen):
+            canvas, labels, segments = paste_copies(canvas.copy(), labels, segments, chosen)
+        return self._warp_drawn(cut_window(canvas, window), window, matrix, draws, labels, segments)
+
+    def _view(self, draws: AffineDraws) -> tuple[np.ndarray, Window]:
+        """Matrix (3, 3) of a mosaic's warp, and the part of the canvas that it shows."""
+        size, is_projective = self.img_size, bool(self.settings.perspective)
+        matrix = affine_matrix(draws, (2 * size, 2 * size), (size, size))
+        return matrix, visible_window(matrix, 2 * size, size, is_projective=is_projective)
+
+    def _warp_drawn(
         self,
-        image: np.ndarray,
+        drawn: np.ndarray,
+        window: Window,
+        matrix: np.ndarray,
+        draws: AffineDraws,
         labels: np.ndarray,
         segments: Sequence[np.ndarray],
-        rng: np.random.Generator,
-        border: tuple[int, int] = (0, 0),
     ) -> tuple[np.ndarray, np.ndarray]:
-        s = self.settings
-        change = (s.degrees, s.translate, s.scale, s.shear, s.perspective)
-        return random_perspective(image, labels, segments, *change, border, rng=rng)
+        size, is_projective = self.img_size, bool(self.settings.perspective)
+        image = warp_window(drawn, window, matrix, size, is_projective=is_projective)
+        return image, warp_targets(labels, segments, matrix, draws.scale, (size, size), is_projective=is_projective)
+
+    def _build_mosaic(self, indices: Sequence[int], rng: np.random.Generator) -> Mosaic:
+        """Draw a mosaic to be kept."""
+        centre = draw_centre(rng, self.img_size)
+        pictures = [self._load(index, rng) for index in indices]
+        empty = np.zeros((0, 5), np.float32)
+        canvas = mosaic4([(picture.image, empty, []) for picture in pictures], centre, self.img_size)[0]
+        return Mosaic(canvas, centre, tuple(p.index for p in pictures), tuple(p.size for p in pictures))
 
     def _load_plain(self, index: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, Shapes]:
         """One letterboxed picture, warped when augmenting: picture, labels in pixel corners, shapes."""
@@ -214,14 +310,17 @@ class LoadImagesAndLabels(Dataset):
         (full_h, full_w), (height, width) = picture.original, picture.image.shape[:2]
         target = self.img_size if self.batch_shapes is None else self.batch_shapes[self.batch_index[index]].tolist()
         image, ratio, pad = letterbox(picture.image, target, auto=False, scaleup=self.augment)
-        rows, segments = self._rows(picture)
+        rows, segments = self._rows(picture.index)
         labels = to_pixels(rows, ratio[0] * width, ratio[1] * height, pad)
         if self.augment:
             outlines = [
                 points * np.float32((ratio[0] * width, ratio[1] * height)) + np.float32(pad)
                 for points in (_complete(rows, segments) if segments else [])
             ]
-            image, labels = self._affine(image, labels, outlines, rng)
+            if self.is_fast:
+                image = cv2.cvtColor(image, cv2.COLOR_BGR2BGRA)  # warped in half the time
+            is_projective = bool(self.settings.perspective)
+            image, labels = apply_affine(image, labels, outlines, self._draw_affine(rng), is_projective=is_projective)
         return image, labels, ((full_h, full_w), ((height / full_h, width / full_w), pad))
 
     def _finish(self, image: np.ndarray, labels: np.ndarray, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
@@ -231,24 +330,39 @@ class LoadImagesAndLabels(Dataset):
         if len(labels):
             targets[:, 1] = labels[:, 0]
             targets[:, 2:] = xyxy2xywhn(labels[:, 1:5], w=width, h=height, clip=True, eps=1e-3)
+        factors = None
         if self.augment:
             s = self.settings
-            if not image.flags.writeable:
+            if self.is_fast:
+                factors = draw_hsv(rng, s.hsv_h, s.hsv_s, s.hsv_v)
+            else:
                 image = image.copy()
-            augment_hsv(image, s.hsv_h, s.hsv_s, s.hsv_v, rng=rng)
+                augment_hsv(image, s.hsv_h, s.hsv_s, s.hsv_v, rng=rng)
             for probability, is_vertical in ((s.flipud, True), (s.fliplr, False)):
                 if rng.random() < probability:
                     image = cv2.flip(image, 0 if is_vertical else 1)
                     flip_labels(targets[:, 1:], vertical=is_vertical)
-        planes = np.empty((3, height, width), np.uint8)
-        for channel in range(3):  # BGR -> RGB and HWC -> CHW in one pass per channel
-            cv2.extractChannel(image, 2 - channel, planes[channel])
-        return torch.from_numpy(planes), torch.from_numpy(targets)
+        return torch.from_numpy(rgb_planes(image, factors)), torch.from_numpy(targets)
 
-    def _fill_cache(self, mode: str) -> RamCache | None:
-        if mode != "ram":
+    def _fill_cache(self, mode: str, cache_dir: str | Path) -> RamCache | DiskCache | None:
+        if mode == "ram":
+            return RamCache.fill(self.shapes, self.img_size, self._load_or_none, self.prefix)
+        if mode == "disk":
+            return DiskCache.fill(
+                self.im_files, self.shapes, self.img_size, self._load_or_none, smooth=self.augment,
+                cache_dir=cache_dir, prefix=self.prefix,
+            )  # fmt: skip
+        return None
+
+    def _open_mosaics(self, count: int, cache_dir: str | Path) -> MosaicCache | None:
+        if count < 0:
+            raise ValueError(f"--mosaic-cache {count}: expected a number of mosaics to prepare, or 0 for none")
+        if not (count and self.augment and self.settings.mosaic) or self.rect:
             return None
-        return RamCache.fill(self.shapes, self.img_size, self._load_or_none, self.prefix)
+        tables = (self.labels.values, self.labels.offsets, self._scan.points.values, self._scan.points.offsets)
+        return MosaicCache.open(
+            count, self.img_size, self.seed, tables, self.im_files, cache_dir=cache_dir, prefix=self.prefix
+        )
 
     def _load_or_none(self, index: int) -> np.ndarray | None:
         picture = self._try_load(index)
@@ -256,12 +370,10 @@ class LoadImagesAndLabels(Dataset):
 
 
 def cache_mode(value: bool | str | None) -> str:
-    """Normalise --cache to '' or 'ram'; raises ValueError for modes that do not exist."""
+    """Normalise --cache to '', 'ram' or 'disk'; raises ValueError for modes that do not exist."""
     mode = "ram" if value is True else str(value or "").lower()
-    if mode == "disk":
-        raise ValueError("--cache disk is not available; use --cache ram, or leave it out to read the files each time")
     if mode not in CACHE_MODES:
-        raise ValueError(f"--cache {value}: expected 'ram' or nothing")
+        raise ValueError(f"--cache {value}: expected 'ram', 'disk' or nothing")
     return mode
 
 

@@ -6,12 +6,15 @@ decoded); orientations for JPEG, PNG and WebP, because it depends on OpenCV's ve
 
 from __future__ import annotations
 
+import os
 import struct
 import zlib
 from dataclasses import dataclass
+from pathlib import Path
 
 JPEG_END = b"\xff\xd9"
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+HEAD_BYTES, TAIL_BYTES = 1 << 16, 1 << 12  # parts of a JPEG that tell its size and whether it is complete
 ORIENTATION_TAG, TIFF_DEPTH_TAG = 0x0112, 0x0102
 # Start-of-frame markers: all of C0..CF but DHT (C4), JPG (C8) and DAC (CC).
 _FRAME_MARKERS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
@@ -140,7 +143,26 @@ def tiff_orientation(data: bytes | memoryview) -> int:
 
 def jpeg_has_end(data: bytes | memoryview) -> bool:
     """Whether the end marker is the last thing in the file, zero padding aside."""
-    return bytes(data[-4096:]).rstrip(b"\0").endswith(JPEG_END)
+    return bytes(data[-TAIL_BYTES:]).rstrip(b"\0").endswith(JPEG_END)
+
+
+def peek_jpeg(path: str | Path) -> ImageHeader | None:
+    """Header of a sound 8-bit JPEG from its first and last bytes, or None for whatever needs a closer look.
+
+    None as well for other kinds and for headers longer than HEAD_BYTES. Raises OSError where the file cannot be opened.
+    """
+    with open(path, "rb", buffering=0) as file:
+        head = file.read(HEAD_BYTES)
+        if image_kind(head) != "jpeg":
+            return None
+        header = read_header(head)
+        if not (header.width and header.height) or header.bit_depth != 8:
+            return None
+        tail = head
+        if len(head) == HEAD_BYTES:
+            file.seek(-min(TAIL_BYTES, file.seek(0, os.SEEK_END)), os.SEEK_END)
+            tail = file.read(TAIL_BYTES)
+    return header if jpeg_has_end(tail) else None
 
 
 def png_damage(data: bytes | memoryview) -> str | None:

@@ -1,14 +1,14 @@
-"""Pictures in and out: decode to three 8-bit BGR channels, check a file, letterbox, keep decoded pictures in memory.
+"""Pictures in and out: decode to three 8-bit BGR channels, read a part, check a file, letterbox.
 
 Training, validation and detection read through `imread_bgr`, so that all see the same pixels.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import cv2
 import numpy as np
@@ -118,6 +118,29 @@ def _jpeg_is_complete(data: np.ndarray) -> bool:
     return plain is not None and noisy is not None and np.array_equal(plain, noisy)
 
 
+class Region(NamedTuple):
+    """A part of a picture (h, w, 3) and the (height, width) of the whole picture it was cut from."""
+
+    image: np.ndarray
+    original: tuple[int, int]
+
+
+def read_region(path: str | Path, x: int, y: int, w: int, h: int) -> Region:
+    """Read the w x h pixels whose top left corner is (x, y), counted in the picture as seen (turned upright).
+
+    The part is a copy, so that the whole picture does not stay in memory. Raises ValueError where the rectangle is
+    empty or not inside the picture, and what `imread_bgr` raises.
+    """
+    image = imread_bgr(path)
+    height, width = image.shape[:2]
+    if w < 1 or h < 1 or x < 0 or y < 0 or x + w > width or y + h > height:
+        raise ValueError(
+            f"{path}: no part of {w} x {h} pixels at x={x}, y={y}; the picture has {width} x {height} pixels, and the "
+            "part must lie inside"
+        )
+    return Region(image[y : y + h, x : x + w].copy(), (height, width))
+
+
 def check_image(path: str | Path) -> ImageFacts:
     """Judge a picture file for training; cheap for sound JPEG and PNG files, decoding whatever is doubtful.
 
@@ -213,20 +236,3 @@ def letterbox(
     if top or bottom or left or right:
         im = cv2.copyMakeBorder(im, top, bottom, left, right, cv2.BORDER_CONSTANT, value=color)
     return im, ratios, (dw, dh)
-
-
-def available_memory_bytes() -> int:
-    """Main memory that can still be used, bounded by the limit of the container; a large number where unknown."""
-    free = 1 << 62
-    try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                free = int(line.split()[1]) * 1024
-        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
-        used = Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii").strip()
-        if limit != "max":
-            free = min(free, int(limit) - int(used))
-    except (OSError, ValueError):
-        if free == 1 << 62 and hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
-            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return free

@@ -7,9 +7,11 @@ all coordinates are fractions of the picture's width and height.
 from __future__ import annotations
 
 import codecs
+import math
 import os
 import re
 import unicodedata
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,16 +19,22 @@ import numpy as np
 
 SMALLEST_SIDE = 1e-6  # what six decimals can hold; thinner boxes count as empty
 PIXEL_LIMIT = 2.0  # fractions beyond this cannot be overshoot any more
+REFUSED = "row refused"  # how the text of a refused row begins
 COUNTED_OVERSHOOT = 1e-5  # smaller overshoot is the rounding of six decimals and not worth counting
+LARGEST_CLASS = 2**24 - 1  # float32, in which labels are kept, holds no larger whole numbers one by one
 _DECIMAL_COMMA = re.compile(r"[+-]?\d+(,\d+)?")
 
 
 @dataclass(frozen=True)
 class RowProblem:
-    """A remark about one row of a label file; line counts from 1, 0 means the file as a whole."""
+    """A remark about one row of a label file; line counts from 1, 0 means the file as a whole.
+
+    kind says in a few words what is wrong, the same words for all rows with that fault; text adds the values.
+    """
 
     line: int
     text: str
+    kind: str = ""
 
 
 @dataclass
@@ -34,7 +42,8 @@ class LabelFile:
     """Parsed label file.
 
     boxes: (n, 5) float32 class, x, y, w, h as fractions, inside the picture; segments: one (k, 2) float32 array per
-    row, k = 0 for rows that are boxes; lines: (n,) line numbers. `error` tells why the whole picture must be left out.
+    row, k = 0 for rows that are boxes; lines: (n,) line numbers. `error` tells why the whole picture must be left out,
+    `error_kind` the same without values.
     """
 
     boxes: np.ndarray
@@ -46,11 +55,12 @@ class LabelFile:
     duplicates: int = 0
     rows: int = 0
     error: str | None = None
+    error_kind: str = ""
 
-    def remark(self, line: int, text: str) -> None:
+    def remark(self, line: int, kind: str, text: str) -> None:
         """Note something odd that was understood; the same remark is kept for the first row only."""
         if all(problem.text != text for problem in self.problems):
-            self.problems.append(RowProblem(line, text))
+            self.problems.append(RowProblem(line, text, kind))
 
     @property
     def has_polygons(self) -> bool:
@@ -59,7 +69,11 @@ class LabelFile:
 
 
 class _RefusedRow(ValueError):
-    """One row cannot be used."""
+    """One row cannot be used: kind of fault, and a text with the values where the kind alone says too little."""
+
+    def __init__(self, kind: str, text: str = "") -> None:
+        super().__init__(text or kind)
+        self.kind = kind
 
 
 class _PixelValues(ValueError):
@@ -68,11 +82,13 @@ class _PixelValues(ValueError):
 
 def read_label_file(path: str | Path) -> LabelFile:
     """Read a label file from disk; unreadable encodings end up in `error`. Raises OSError where it cannot be opened."""
-    data = Path(path).read_bytes()
+    with open(path, "rb") as file:
+        data = file.read()
     try:
         text = decode_text(data)
     except UnicodeDecodeError as error:
-        return LabelFile(np.zeros((0, 5), np.float32), error=f"encoding is neither UTF-8 nor UTF-16 ({error})")
+        reason = f"encoding is neither UTF-8 nor UTF-16 ({error})"
+        return LabelFile(np.zeros((0, 5), np.float32), error=reason, error_kind="encoding of the label file")
     return parse_label_text(text)
 
 
@@ -105,10 +121,11 @@ def parse_label_text(text: str) -> LabelFile:
             box, points, is_clipped = _row_geometry(values)
         except _RefusedRow as reason:
             label.refused += 1
-            label.problems.append(RowProblem(number, f"row refused: {reason}"))
+            label.problems.append(RowProblem(number, f"{REFUSED}: {reason}", reason.kind))
             continue
         except _PixelValues as reason:
-            return LabelFile(np.zeros((0, 5), np.float32), rows=label.rows, error=f"line {number}: {reason}")
+            error = f"line {number}: {reason}"
+            return LabelFile(np.zeros((0, 5), np.float32), rows=label.rows, error=error, error_kind="pixel coordinates")
         if values in seen:
             label.duplicates += 1
             continue
@@ -121,6 +138,7 @@ def parse_label_text(text: str) -> LabelFile:
     label.lines = np.array(lines, np.int64)
     if label.rows and not rows:
         label.error = f"no usable row of {label.rows}; line {label.problems[0].line}: {label.problems[0].text}"
+        label.error_kind = "no usable row"
     return label
 
 
@@ -129,23 +147,29 @@ def _row_values(line: str, number: int, label: LabelFile) -> tuple[float, ...]:
     fields = _split_fields(line, number, label)
     count = len(fields)
     if count not in (5, 6) and (count < 7 or count % 2 == 0):
-        raise _RefusedRow(f"{count} columns; 5 columns are needed for a box, 7, 9, 11 ... for a polygon")
+        text = f"{count} columns; 5 columns are needed for a box, 7, 9, 11 ... for a polygon"
+        raise _RefusedRow("wrong number of columns", text)
     values = []
     for text in fields:
         try:
             value = float(text)
         except ValueError:
-            raise _RefusedRow(f"{text!r} is not a number") from None
+            raise _RefusedRow("not a number", f"{_short(text)} is not a number") from None
         if "_" in text:
-            raise _RefusedRow(f"{text!r} is not a number")
-        if not np.isfinite(value):
-            raise _RefusedRow(f"{text!r} is not finite")
+            raise _RefusedRow("not a number", f"{_short(text)} is not a number")
+        if not math.isfinite(value):
+            raise _RefusedRow("not finite", f"{_short(text)} is not finite")
         values.append(value)
-    if values[0] != int(values[0]) or values[0] < 0:
-        raise _RefusedRow(f"class {fields[0]} is not an integer from 0 on")
+    if values[0] != int(values[0]) or not 0 <= values[0] <= LARGEST_CLASS:
+        raise _RefusedRow("class is no whole number", f"class {_short(fields[0])} is not an integer from 0 on")
     if count == 6:
-        label.remark(number, "6 columns: the sixth is taken for a confidence and ignored")
+        label.remark(number, "sixth column", "6 columns: the sixth is taken for a confidence and ignored")
     return tuple(values[:5] if count == 6 else values)
+
+
+def _short(text: str) -> str:
+    """A field of a row as it may stand in a message."""
+    return repr(text if len(text) <= 40 else text[:37] + "...")
 
 
 def _split_fields(line: str, number: int, label: LabelFile) -> list[str]:
@@ -155,14 +179,15 @@ def _split_fields(line: str, number: int, label: LabelFile) -> list[str]:
         return fields
     has_points = "." in line
     if len(fields) > 1 and not has_points and all(_DECIMAL_COMMA.fullmatch(text) for text in fields):
-        label.remark(number, "decimal commas are read as points")
+        label.remark(number, "commas", "decimal commas are read as points")
         return [text.replace(",", ".") for text in fields]
     is_separated = len(fields) == 1 or all(text.endswith(",") for text in fields[:-1])
     pieces = [piece.strip() for piece in line.split(",")]
     if is_separated and all(pieces) and (has_points or len(pieces) == 5):
-        label.remark(number, "commas are read as separators of columns")
+        label.remark(number, "commas", "commas are read as separators of columns")
         return pieces
-    raise _RefusedRow(f"commas cannot be told apart as separators or decimals in {line[:60]!r}")
+    text = f"commas cannot be told apart as separators or decimals in {line[:60]!r}"
+    raise _RefusedRow("commas of unclear meaning", text)
 
 
 def _row_geometry(values: tuple[float, ...]) -> tuple[tuple[float, ...], np.ndarray, bool]:
@@ -175,7 +200,7 @@ def _row_geometry(values: tuple[float, ...]) -> tuple[tuple[float, ...], np.ndar
     if len(coordinates) == 4:
         x, y, w, h = coordinates
         if min(w, h) < 0:
-            raise _RefusedRow(f"negative size {w:g} x {h:g}")
+            raise _RefusedRow("negative size", f"negative size {w:g} x {h:g}")
         corners = (x - w / 2, y - h / 2, x + w / 2, y + h / 2)
     else:
         polygon = np.array(coordinates, np.float64).reshape(-1, 2)
@@ -211,17 +236,41 @@ def image_to_label_path(path: str | Path) -> Path:
     return Path(*parts).with_suffix(".txt")
 
 
+def label_paths(images: Sequence[str]) -> list[str]:
+    """`image_to_label_path` of many pictures, with the folders worked out once each."""
+    folders: dict[str, str] = {}
+    paths = []
+    for image in images:
+        folder, name = os.path.split(image)
+        if folder not in folders:
+            folders[folder] = str(image_to_label_path(os.path.join(folder, "x.jpg")).parent)
+        paths.append(os.path.join(folders[folder], os.path.splitext(name)[0] + ".txt"))
+    return paths
+
+
 class LabelFinder:
-    """Finds label files, also under names that differ from the expected one in case or Unicode form only."""
+    """Finds label files, also under names that differ from the expected one in case or Unicode form only.
+
+    Folders are listed once: asking for each of 100,000 files would take minutes on a network disk.
+    """
 
     def __init__(self) -> None:
         self._folders: dict[str, dict[str, list[str]]] = {}
+        self._names: dict[str, frozenset[str]] = {}
+        self._is_there: dict[str, bool] = {}
+
+    def has(self, path: str) -> bool:
+        """Whether the folder of a path holds an entry of exactly its name."""
+        folder, name = os.path.split(path)
+        if folder not in self._names:
+            self._names[folder] = frozenset(_names_in(folder))
+        return name in self._names[folder]
 
     def find(self, expected: str) -> str | None:
-        """Path of the existing label file for an expected path, or None; an exact match costs one stat elsewhere."""
-        parts: list[str] = []
-        folder = expected
-        while folder and not os.path.isdir(folder):
+        """Path of the existing label file for an expected path, or None; an exact match is the business of `has`."""
+        folder, name = os.path.split(expected)
+        parts = [name]
+        while folder and not self._is_folder(folder):
             folder, name = os.path.split(folder)
             if not name:
                 return None
@@ -231,20 +280,28 @@ class LabelFinder:
             if not matches:
                 return None
             folder = os.path.join(folder, name if name in matches else matches[0])
-        return folder if parts and os.path.isfile(folder) else None
+        return folder if os.path.isfile(folder) else None
+
+    def _is_folder(self, path: str) -> bool:
+        if path not in self._is_there:
+            self._is_there[path] = os.path.isdir(path)
+        return self._is_there[path]
 
     def _listing(self, folder: str) -> dict[str, list[str]]:
         """Loose name -> names as they are on disk; read once per folder."""
         if folder not in self._folders:
             listing: dict[str, list[str]] = {}
-            try:
-                names = sorted(os.listdir(folder))
-            except OSError:
-                names = []
-            for name in names:
+            for name in sorted(_names_in(folder)):
                 listing.setdefault(_loose(name), []).append(name)
             self._folders[folder] = listing
         return self._folders[folder]
+
+
+def _names_in(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
 
 
 def _loose(name: str) -> str:

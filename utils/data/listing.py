@@ -30,9 +30,15 @@ class ImageList:
         """Log one line for each kind of thing that was left aside."""
         if self.unknown:
             kinds = ", ".join(f"{count} x {suffix or 'no suffix'}" for suffix, count in sorted(self.unknown.items()))
-            LOGGER.info(f"{prefix}{sum(self.unknown.values())} file(s) with an unknown suffix not looked at: {kinds}")
+            number = sum(self.unknown.values())
+            LOGGER.info(f"{prefix}{number} file(s) with an unknown suffix not looked at: {printable(kinds)}")
         if self.repeated:
             LOGGER.warning(f"{prefix}{self.repeated} picture(s) listed more than once, each is used once")
+
+
+def printable(text: str) -> str:
+    """Text that can be written anywhere: bytes of file names that are no valid text become question marks."""
+    return os.fsencode(text).decode("utf-8", "replace")
 
 
 def is_system_file(name: str) -> bool:

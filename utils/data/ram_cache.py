@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from utils.data.images import available_memory_bytes, fitted_size
+from utils.data.images import fitted_size
+from utils.data.memory import SharedBytes, available_memory_bytes
 from utils.data.tables import offsets_of
 from utils.log import LOGGER, progress
 
@@ -19,13 +20,14 @@ GIB = 1 << 30
 class RamCache:
     """Pictures scaled to one long side; entry i is a view (h_i, w_i, 3) or None where the file could not be read.
 
-    Use `RamCache.fill`; a cache that would not fit into memory is refused with a message.
+    Use `RamCache.fill`; a cache that would not fit into memory is refused with a message. Loader processes see the one
+    buffer, whether they are forked or started anew.
     """
 
     def __init__(self, sizes: Sequence[tuple[int, int]]) -> None:
         self.sizes = np.array(sizes, np.int64).reshape(-1, 2)  # width, height as kept
         self.offsets = offsets_of((self.sizes[:, 0] * self.sizes[:, 1] * 3).tolist())
-        self.buffer = np.empty(int(self.offsets[-1]), np.uint8)
+        self.buffer = SharedBytes(int(self.offsets[-1]))
         self.is_filled = np.zeros(len(self.sizes), bool)
 
     def get(self, index: int) -> np.ndarray | None:
@@ -33,7 +35,7 @@ class RamCache:
         if not self.is_filled[index]:
             return None
         width, height = self.sizes[index]
-        view = self.buffer[self.offsets[index] : self.offsets[index + 1]].reshape(height, width, 3)
+        view = self.buffer.array[self.offsets[index] : self.offsets[index + 1]].reshape(height, width, 3)
         view.flags.writeable = False
         return view
 
@@ -41,7 +43,7 @@ class RamCache:
         """Keep a picture; one whose size differs from the expected one is not kept."""
         width, height = self.sizes[index]
         if image.shape == (height, width, 3):
-            self.buffer[self.offsets[index] : self.offsets[index + 1]] = image.reshape(-1)
+            self.buffer.array[self.offsets[index] : self.offsets[index + 1]] = image.reshape(-1)
             self.is_filled[index] = True
 
     @classmethod
@@ -54,10 +56,14 @@ class RamCache:
         if needed * MEMORY_RESERVE >= free:
             LOGGER.warning(
                 f"{prefix}--cache ram left out: {len(sizes)} pictures need {needed / GIB:.1f} GB and 10 % reserve, "
-                f"{free / GIB:.1f} GB are free; pictures are read from disk"
+                f"{free / GIB:.1f} GB are free; pictures are read from their files. --cache disk needs no memory"
             )
             return None
-        cache = cls(sizes)
+        try:
+            cache = cls(sizes)
+        except OSError as error:
+            LOGGER.warning(f"{prefix}--cache ram left out: {error}; pictures are read from their files")
+            return None
 
         def keep(index: int) -> None:
             image = load(index)

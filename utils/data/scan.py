@@ -1,7 +1,7 @@
-"""Look at every picture and label file of a data set once, report what is wrong, remember the outcome.
+"""Look at every picture and label file of a data set once, say what is wrong, remember the outcome.
 
-One bad file never ends the scan: it is named, counted and left out. Results are remembered per file (size and time of
-change), so that a second scan only looks at what changed.
+One bad file never ends the scan: it is named, counted and left out. Results are remembered per file (size and times of
+change), so that a second scan only looks at what changed, and one that was interrupted goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -10,36 +10,43 @@ import os
 import time
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from utils.data.images import ImageError, check_image
-from utils.data.labels import LabelFile, LabelFinder, image_to_label_path, read_label_file
-from utils.data.listing import ImageList, list_images
-from utils.data.scan_cache import Record, ScanCache, Stamp, cache_path
+from utils.data.file_scan import FileScan
+from utils.data.filesystem import network_mount
+from utils.data.labels import REFUSED, LabelFinder, label_paths, read_label_file
+from utils.data.listing import ImageList, list_images, printable
+from utils.data.scan_cache import Record, cache_path
 from utils.data.tables import RowTable, TextTable
-from utils.log import LOGGER, progress
+from utils.log import LOGGER
 
-MAX_NAMED = 100  # problem lines printed; all are kept in the result
-SCAN_THREADS = 8
+MAX_NAMED = 20  # problem lines printed; all are kept in the result and in the data report
+SCAN_THREADS, NETWORK_THREADS = 8, 32  # on a network disk threads wait for answers and need no processor
 LEFT_OUT = "left out"
-
-
-def printable(text: str) -> str:
-    """Text that can be written anywhere: bytes of file names that are no valid text become question marks."""
-    return os.fsencode(text).decode("utf-8", "replace")
+BACKGROUND_SHARE = 0.3  # a larger share of pictures without objects is worth a question
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Something wrong with a file; line is 0 where it concerns the whole file."""
+    """Something wrong with a file; line is 0 where it concerns the whole file, kind its sort in a few words."""
 
     path: str
     line: int
     text: str
+    kind: str = ""
+
+    @property
+    def is_left_out(self) -> bool:
+        """Whether the picture does not take part."""
+        return self.text.startswith(LEFT_OUT)
+
+    @property
+    def is_refused_row(self) -> bool:
+        """Whether one row of a label file does not take part."""
+        return self.text.startswith(REFUSED)
 
     def __str__(self) -> str:
         where = f"{self.path}, line {self.line}" if self.line else self.path
@@ -74,11 +81,31 @@ class ScanCounts:
 
 
 @dataclass
+class ScanNotes:
+    """What a scan noticed about the set as a whole.
+
+    unknown: suffix -> files that were not looked at; repeated: pictures listed more than once; respelt: (expected,
+    found) label files whose names differ in case or Unicode form only; shared: label files of several pictures;
+    first_missing: where the first label that is missing was expected; network: type of a network disk, or ''.
+    """
+
+    unknown: dict[str, int] = field(default_factory=dict)
+    repeated: int = 0
+    respelt: list[tuple[str, str]] = field(default_factory=list)
+    shared: list[str] = field(default_factory=list)
+    first_missing: str = ""
+    network: str = ""
+    seconds: float = 0.0
+    from_cache: int = 0
+
+
+@dataclass
 class ScanResult:
     """What a data set holds. The i-th entries of all tables belong together.
 
     labels: (n_i, 5) float32 class, x, y, w, h as fractions. points: (p_i, 2) polygon points of a picture, one label row
     after the other; point_counts: (sum n_i,) points of each label row, 0 for box rows. shapes: (N, 2) width, height.
+    row_counts: (N, 3) rows of each label file that were refused, clipped, and left out as duplicates.
     """
 
     im_files: TextTable
@@ -89,6 +116,8 @@ class ScanResult:
     shapes: np.ndarray
     counts: ScanCounts = field(default_factory=ScanCounts)
     problems: list[Problem] = field(default_factory=list)
+    row_counts: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.int64))
+    notes: ScanNotes = field(default_factory=ScanNotes)
 
     def __len__(self) -> int:
         return len(self.im_files)
@@ -100,7 +129,7 @@ class ScanResult:
         return np.split(self.points[index], ends[:-1]) if len(ends) else []
 
     def select(self, index: np.ndarray) -> ScanResult:
-        """The same result reduced to the pictures of an index array, in its order; counts and problems stay."""
+        """The same result reduced to the pictures of an index array, in its order; counts, problems and notes stay."""
         counts = RowTable(self.point_counts[:, None], self.labels.offsets).select(index)
         return ScanResult(
             TextTable(self.im_files[int(i)] for i in index),
@@ -111,6 +140,8 @@ class ScanResult:
             self.shapes[index],
             self.counts,
             self.problems,
+            self.row_counts[index] if len(self.row_counts) else self.row_counts,
+            self.notes,
         )
 
 
@@ -124,19 +155,13 @@ def scan_dataset(
     """
     start = time.perf_counter()
     listing = list_images(paths)
-    label_files = _find_labels(listing.files, prefix)
-    cache = ScanCache(cache_path(paths, label_files)) if use_cache else ScanCache(None)
-    stamps = [Stamp.of(image, label) for image, label in zip(listing.files, label_files, strict=True)]
-    remembered = [
-        cache.get(image, label, stamp) for image, label, stamp in zip(listing.files, label_files, stamps, strict=True)
-    ]
-    todo = [i for i, record in enumerate(remembered) if record is None]
-    fresh = iter(_scan_files([listing.files[i] for i in todo], [label_files[i] for i in todo], prefix))
-    records = [record or next(fresh) for record in remembered]
-    if todo or len(cache) != len(records):
-        cache.save(listing.files, label_files, stamps, records, prefix)
-    result = _assemble(listing, label_files, records)
-    _report(result, listing, prefix, time.perf_counter() - start, len(records) - len(todo))
+    notes = ScanNotes(dict(listing.unknown), listing.repeated, network=_network_note(listing.files[0], prefix))
+    label_files = _find_labels(listing.files, notes, prefix)
+    scan = FileScan(listing.files, label_files, cache_path(paths, label_files) if use_cache else None, prefix)
+    records = scan.run(NETWORK_THREADS if notes.network else min(SCAN_THREADS, os.cpu_count() or 1))
+    result = _assemble(listing, label_files, records, notes)
+    notes.seconds, notes.from_cache = time.perf_counter() - start, scan.remembered
+    _report(result, listing, prefix, scan.cache.age_s)
     if not len(result):
         where = ", ".join(map(str, [paths] if isinstance(paths, (str, Path)) else paths))
         raise ValueError(f"{prefix}none of the {len(listing.files)} pictures in {where} is usable, see the lines above")
@@ -160,105 +185,87 @@ def check_classes(result: ScanResult, nc: int) -> None:
     )
 
 
-def _find_labels(images: Sequence[str], prefix: str) -> list[str]:
+def require_objects(result: ScanResult, prefix: str = "") -> None:
+    """Raise ValueError when no picture has an object: nothing could be learnt. Says where labels were looked for."""
+    counts = result.counts
+    if counts.objects:
+        return
+    if counts.missing:
+        found = f"no label file found for {counts.missing} of {counts.used} pictures, the others are empty"
+        if counts.missing == counts.used:
+            found = f"no label file found for any of the {counts.used} pictures"
+        raise ValueError(
+            f"{prefix}{found}; the first one was expected at {printable(result.notes.first_missing)}. A label file has "
+            "the name of its picture with the suffix .txt, in the folder 'labels' in place of the last folder 'images'"
+        )
+    raise ValueError(f"{prefix}the label files of all {counts.used} pictures are empty, nothing could be learnt")
+
+
+def _network_note(path: str, prefix: str) -> str:
+    """Type of the network disk a picture lies on, with a warning, or ''."""
+    mount = network_mount(path)
+    if mount is None:
+        return ""
+    LOGGER.warning(
+        f"{prefix}the pictures lie on a network disk ({mount.kind} at {printable(mount.point)}): reading them may take "
+        "longer than training; copy them to a local disk, or keep them in memory with --cache ram"
+    )
+    return mount.kind
+
+
+def _find_labels(images: Sequence[str], notes: ScanNotes, prefix: str) -> list[str]:
     """Label file of each picture: the expected one, one spelt alike, or the expected path where there is none."""
-    expected = [str(image_to_label_path(image)) for image in images]
-    exact = {path for path in set(expected) if os.path.isfile(path)}
-    finder, found, variants = LabelFinder(), [], []
+    expected = label_paths(images)
+    finder = LabelFinder()
+    exact = {path for path in set(expected) if finder.has(path)}
+    found = []
     for path in expected:
         variant = finder.find(path) if path not in exact else None
         if variant is not None and variant not in exact:  # else it is the label of another picture
-            variants.append(variant)
+            notes.respelt.append((path, variant))
             found.append(variant)
         else:
             found.append(path)
-    if variants:
+            if path not in exact and not notes.first_missing:
+                notes.first_missing = path
+    if notes.respelt:
         LOGGER.warning(
-            f"{prefix}{len(variants)} label file(s) found under a name that differs in case or Unicode form from the "
-            f"picture's, such as {printable(variants[0])}"
+            f"{prefix}{len(notes.respelt)} label file(s) found under a name that differs in case or Unicode form from "
+            f"the picture's, such as {printable(notes.respelt[0][1])}"
         )
     return found
 
 
-def _scan_files(images: Sequence[str], labels: Sequence[str], prefix: str) -> list[Record]:
-    """Scan pictures with their label files in threads; the outcomes keep the order."""
-    if not images:
-        return []
-    records = []
-    threads = max(1, min(SCAN_THREADS, (os.cpu_count() or 1)))
-    with (
-        ThreadPoolExecutor(threads) as pool,
-        progress(total=len(images), desc=f"{prefix}scanning pictures and labels", unit="img") as bar,
-    ):
-        for record in pool.map(scan_one, images, labels):
-            bar.update()
-            records.append(record)
-    return records
-
-
-def scan_one(image: str, label: str) -> Record:
-    """Judge one picture and its label file; never raises for what the files contain."""
-    try:
-        facts = check_image(image)
-    except ImageError as error:
-        return Record.refusal(str(error).removeprefix(f"{image}: "))
-    except OSError as error:
-        return Record.refusal(_short(error), is_lasting=False)
-    except Exception as error:  # a decoder may fail in any way; that costs this file only
-        return Record.refusal(f"{type(error).__name__}: {error}")
-    record = Record(width=facts.width, height=facts.height)
-    if facts.remark:
-        record.remarks.append((0, "image", facts.remark))
-    if not os.path.isfile(label):
-        record.has_label = False
-        return record
-    try:
-        parsed = read_label_file(label)
-    except OSError as error:
-        return Record.refusal(f"label file {label} cannot be read: {error.strerror}", is_lasting=False)
-    if parsed.error:
-        return Record.refusal(f"label file {label}: {parsed.error}")
-    return _with_label(record, parsed)
-
-
-def _short(error: OSError) -> str:
-    if isinstance(error, IsADirectoryError):
-        return "is a folder, not a picture"
-    if isinstance(error, FileNotFoundError):
-        return "file is not there (or a dead link)"
-    return f"cannot be opened: {error.strerror or error}"
-
-
-def _with_label(record: Record, parsed: LabelFile) -> Record:
-    record.boxes = parsed.boxes
-    record.point_counts = np.array([len(points) for points in parsed.segments], np.int64)
-    record.points = np.concatenate([np.zeros((0, 2), np.float32), *parsed.segments])
-    record.refused, record.clipped, record.duplicates = parsed.refused, parsed.clipped, parsed.duplicates
-    record.remarks += [(problem.line, "label", problem.text) for problem in parsed.problems]
-    return record
-
-
-def _assemble(listing: ImageList, label_files: list[str], records: Sequence[Record]) -> ScanResult:
+def _assemble(listing: ImageList, label_files: list[str], records: Sequence[Record], notes: ScanNotes) -> ScanResult:
     """Join the records of the usable pictures into tables and add up the counts."""
-    counts, problems = ScanCounts(), [Problem(path, 0, f"{LEFT_OUT}: {reason}") for path, reason in listing.left_out]
+    problems = [Problem(path, 0, f"{LEFT_OUT}: {reason}", "folder cannot be read") for path, reason in listing.left_out]
     usable: list[int] = []
     for index, record in enumerate(records):
         image, label = listing.files[index], label_files[index]
         if record.error:
-            problems.append(Problem(image, 0, f"{LEFT_OUT}: {record.error}"))
+            problems.append(Problem(image, 0, f"{LEFT_OUT}: {record.error}", record.error_kind))
             continue
         usable.append(index)
-        counts.missing += not record.has_label
-        counts.empty += record.has_label and not len(record.boxes)
-        counts.rows_refused += record.refused
-        counts.rows_clipped += record.clipped
-        counts.duplicates += record.duplicates
-        problems += [Problem(image if where == "image" else label, line, text) for line, where, text in record.remarks]
-    kept = [record for record in records if not record.error]
-    problems.sort(key=lambda problem: not problem.text.startswith(LEFT_OUT))  # the printed part is limited
+        for line, where, kind, text in record.remarks:
+            problems.append(Problem(image if where == "image" else label, line, text, kind))
+    problems.sort(key=lambda problem: not problem.is_left_out)  # the printed part is limited
+    kept = [records[index] for index in usable]
     labels = RowTable.from_pieces([record.boxes for record in kept], 5)
-    counts.used, counts.objects = len(kept), len(labels.values)
-    counts.left_out = len(records) - len(kept) + len(listing.left_out)
+    row_counts = np.array([(r.refused, r.clipped, r.duplicates) for r in kept], np.int64).reshape(-1, 3)
+    refused, clipped, duplicates = row_counts.sum(0).tolist()
+    missing = sum(not record.has_label for record in kept)
+    counts = ScanCounts(
+        used=len(kept),
+        empty=sum(not len(record.boxes) for record in kept) - missing,
+        missing=missing,
+        left_out=len(records) - len(kept) + len(listing.left_out),
+        rows_refused=refused,
+        rows_clipped=clipped,
+        duplicates=duplicates,
+        objects=len(labels.values),
+    )
+    uses = Counter(label_files[i] for i in usable if records[i].has_label)
+    notes.shared = sorted(path for path, count in uses.items() if count > 1)
     return ScanResult(
         TextTable(listing.files[i] for i in usable),
         TextTable(label_files[i] for i in usable),
@@ -268,23 +275,42 @@ def _assemble(listing: ImageList, label_files: list[str], records: Sequence[Reco
         np.array([(record.width, record.height) for record in kept], np.int64).reshape(-1, 2),
         counts,
         problems,
+        row_counts,
+        notes,
     )
 
 
-def _report(result: ScanResult, listing: ImageList, prefix: str, seconds: float, remembered: int) -> None:
+def _report(result: ScanResult, listing: ImageList, prefix: str, cache_age_s: float) -> None:
     """Log every problem (up to a limit), remarks on the whole set, and one summary line."""
     listing.report(prefix)
     for problem in result.problems[:MAX_NAMED]:
         LOGGER.warning(f"{prefix}{problem}")
     if len(result.problems) > MAX_NAMED:
-        LOGGER.warning(f"{prefix}... and {len(result.problems) - MAX_NAMED} more of this kind")
-    twins = [path for path, count in Counter(result.label_files).items() if count > 1 and os.path.isfile(path)]
-    if twins:
+        hidden = len(result.problems) - MAX_NAMED
+        LOGGER.warning(f"{prefix}... and {hidden} more, all named in data_report.json of the run's folder")
+    counts, notes = result.counts, result.notes
+    if notes.shared:
         LOGGER.warning(
-            f"{prefix}{len(twins)} label file(s) shared by pictures of the same stem, such as {printable(twins[0])}"
+            f"{prefix}{len(notes.shared)} label file(s) shared by pictures of the same stem, such as "
+            f"{printable(notes.shared[0])}"
         )
-    counts = result.counts
     if counts.missing and counts.missing == counts.used:
-        LOGGER.warning(f"{prefix}no label file found at all; the first one was expected at {result.label_files[0]}")
-    source = f", {remembered} from the label cache" if remembered else ""
-    LOGGER.info(f"{prefix}{counts} ({seconds:.1f} s{source})")
+        LOGGER.warning(
+            f"{prefix}no label file found at all; the first one was expected at {printable(notes.first_missing)}"
+        )
+    elif counts.background > BACKGROUND_SHARE * counts.used:
+        first = f", the first one expected at {printable(notes.first_missing)}" if counts.missing else ""
+        LOGGER.warning(
+            f"{prefix}{counts.background} of {counts.used} pictures hold no object: {counts.empty} empty label files, "
+            f"{counts.missing} without a label file{first}; is that meant?"
+        )
+    source = f", {notes.from_cache} from the label cache of {_age(cache_age_s)} ago" if notes.from_cache else ""
+    LOGGER.info(f"{prefix}{counts} ({notes.seconds:.1f} s{source})")
+
+
+def _age(seconds: float) -> str:
+    """A time span in its largest fitting unit."""
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} seconds"

@@ -292,6 +292,11 @@ class _Pipeline:
             torch.cuda.synchronize(self.model.device)
         return time.perf_counter()
 
+    def _line_width(self, image_bgr: np.ndarray) -> int:
+        """Return what was typed; the default is thinner on small pictures, which labels would cover otherwise."""
+        width = self.options.line_thickness
+        return width if "line_thickness" in self.options.given else min(width, max(1, min(image_bgr.shape[:2]) // 150))
+
     def _write(self, frame: Frame, detections: np.ndarray) -> None:
         options = self.options
         annotated = None
@@ -300,7 +305,7 @@ class _Pipeline:
                 frame.image_bgr.copy(),
                 detections,
                 self.model.names,
-                line_width=options.line_thickness,
+                line_width=self._line_width(frame.image_bgr),
                 hide_labels=options.hide_labels,
                 hide_conf=options.hide_conf,
             )

@@ -166,7 +166,8 @@ def _report(
     result = f"largest difference from PyTorch {difference}" if difference else "not compared with PyTorch"
     LOGGER.info(f"{name}: {file}, {file.stat().st_size / 1e6:.1f} MB, batch {batch}, {height}x{width}, {result}")
     LOGGER.info(f"  python detect_dual.py --weights {file} --imgsz {height} {width} --source PICTURES")
-    LOGGER.info(f"  python val_dual.py --weights {file} --imgsz {max(height, width)} --data DATA.yaml")
+    if height == width:
+        LOGGER.info(f"  python val_dual.py --weights {file} --imgsz {height} --data DATA.yaml")
     if name == "onnx":
         LOGGER.info(f"  {trtexec_line(file, description, options.input_name)}")
 

@@ -11,7 +11,9 @@ import numpy as np
 import torch
 
 from models.backend import DetectMultiBackend
-from utils.data.loader import create_dataloader
+from utils.data.dataset import LoadImagesAndLabels
+from utils.data.loader import EpochLoader, create_dataloader
+from utils.data.report import write_data_report
 from utils.data.spec import SPLITS, DataSpec, load_data_spec
 from utils.evaluate.plots import plot_study
 from utils.evaluate.validator import Validator, ValResult
@@ -56,8 +58,15 @@ def validate(options: ValOptions, weights: str) -> ValResult:
     if options.conf_thres > USUAL_CONFIDENCE and options.task in SPLITS:
         LOGGER.warning(f"--conf-thres {options.conf_thres:g} cuts the curves off: not comparable with the usual 0.001")
     imgsz, batch_size = _input_size(model, options)
-    loader = _make_loader(options, spec, model, imgsz, batch_size)
+    if not model.pt:
+        LOGGER.info(
+            "Exported files are measured on square images, .pt files on rectangular ones: figures differ a little"
+        )
+    loader, dataset = _make_loader(options, spec, model, imgsz, batch_size)
     save_dir = increment_path(Path(options.project) / options.name, exist_ok=options.exist_ok, mkdir=True)
+    write_data_report(
+        {"val": dataset.report}, spec.names, imgsz, save_dir, single_cls=options.single_cls, use_sheets=False
+    )
     validator = _make_validator(options, spec, loader, save_dir, device, _use_half(options, model, device))
     model.warmup((model.batch_size or 1, 3, imgsz, imgsz))
     result = validator.run(model)
@@ -92,10 +101,10 @@ def _use_half(options: ValOptions, model: DetectMultiBackend, device: torch.devi
 
 def _make_loader(
     options: ValOptions, spec: DataSpec, model: DetectMultiBackend, imgsz: int, batch_size: int
-) -> Iterable:
+) -> tuple[EpochLoader, LoadImagesAndLabels]:
     split = options.task if options.task in SPLITS else "val"
     is_rect = model.pt and options.task != "speed"
-    loader, _ = create_dataloader(
+    loader, dataset = create_dataloader(
         spec.split(split),
         imgsz,
         batch_size,
@@ -109,7 +118,7 @@ def _make_loader(
         names=spec.names,
         prefix=f"{split}: ",
     )
-    return loader
+    return loader, dataset
 
 
 def _make_validator(

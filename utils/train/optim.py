@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from utils.log import LOGGER
 from utils.train.schedule import StepPlan
 
+LARGE_SIGN_STEP = 1e-3  # a LION step moves every weight by the full learning rate
 NORMALISATION = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.LocalResponseNorm)
 
 
@@ -36,6 +38,61 @@ def parameter_groups(model: nn.Module) -> ParameterGroups:
     return groups
 
 
+class Lion(torch.optim.Optimizer):
+    """Sign descent on an interpolated momentum (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms").
+
+    With gradient g, average m (from 0), weight p: ``p <- p (1 - lr decay) - lr sign(b1 m + (1 - b1) g)``, then
+    ``m <- b2 m + (1 - b2) g``. Every weight moves by the learning rate itself, so that this should be three to ten
+    times smaller than Adam's and the decay as many times larger.
+
+    Raises:
+        ValueError: a negative learning rate or decay, or a beta outside 0 ... 1.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, object]],
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        if lr < 0 or weight_decay < 0:
+            raise ValueError(f"Lion: learning rate {lr} and weight decay {weight_decay} should not be negative")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"Lion: betas {betas} should be at least 0 and below 1")
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+        """Make one step from the present gradients, in a few kernels for all weights of a group."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            weights = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not weights:
+                continue
+            gradients = [weight.grad for weight in weights]
+            averages = [self._average(weight) for weight in weights]
+            (first, second), lr = group["betas"], group["lr"]
+            directions = torch._foreach_mul(averages, first)
+            torch._foreach_add_(directions, gradients, alpha=1 - first)
+            torch._foreach_sign_(directions)
+            if group["weight_decay"]:
+                torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
+            torch._foreach_add_(weights, directions, alpha=-lr)
+            torch._foreach_mul_(averages, second)
+            torch._foreach_add_(averages, gradients, alpha=1 - second)
+        return loss
+
+    def _average(self, weight: Tensor) -> Tensor:
+        state = self.state[weight]
+        if not state:
+            state["average"] = torch.zeros_like(weight, memory_format=torch.preserve_format)
+        return state["average"]
+
+
 def smart_optimizer(
     model: nn.Module, name: str = "Adam", lr: float = 0.001, momentum: float = 0.9, decay: float = 1e-5
 ) -> torch.optim.Optimizer:
@@ -51,8 +108,15 @@ def smart_optimizer(
         optimizer = torch.optim.AdamW(groups.biases, lr=lr, betas=(momentum, 0.999), weight_decay=0.0, amsgrad=True)
     elif name == "SGD":
         optimizer = torch.optim.SGD(groups.biases, lr=lr, momentum=momentum, nesterov=True)
+    elif name == "LION":
+        optimizer = Lion(groups.biases, lr=lr, betas=(momentum, 0.99))
+        if lr > LARGE_SIGN_STEP:
+            LOGGER.warning(
+                f"LION moves every weight by the learning rate itself, and lr0 {lr:g} is large for that: "
+                "3e-4 or less is usual, with warmup_bias_lr no larger and ten times the weight_decay"
+            )
     else:
-        raise ValueError(f"optimizer '{name}': expected SGD, Adam or AdamW")
+        raise ValueError(f"optimizer '{name}': expected SGD, Adam, AdamW or LION")
     optimizer.param_groups[0]["weight_decay"] = 0.0
     optimizer.add_param_group({"params": groups.weights, "weight_decay": decay})
     optimizer.add_param_group({"params": groups.norms, "weight_decay": 0.0})

@@ -15,7 +15,24 @@ from utils.data.spec import DataSpec, load_data_spec
 from utils.files import find_file
 from utils.log import LOGGER
 from utils.options import YAML_SUFFIXES, Hyp, TrainOptions
-from utils.train.schedule import Schedule, accumulation, warmup_steps
+from utils.train.schedule import Restarts, Schedule, accumulation, describe_restarts, warmup_steps
+
+SHOWN_KEYS = 5  # of the entries that the starting weights do not fill
+MIN_SHARE, LOW_SHARE = 0.1, 0.5  # of the model's entries that starting weights should fill
+# May be typed beside --resume: they change how long or where a run goes on, not what it computes.
+CHANGEABLE = (
+    "data",
+    "epochs",
+    "workers",
+    "device",
+    "cache",
+    "cache_dir",
+    "patience",
+    "noplots",
+    "noval",
+    "nosave",
+    "save_period",
+)
 
 
 def prepare_run(options: TrainOptions) -> tuple[TrainOptions, Checkpoint | None, Path | None]:
@@ -26,7 +43,7 @@ def prepare_run(options: TrainOptions) -> tuple[TrainOptions, Checkpoint | None,
     """
     if not options.resume:
         return options, None, None
-    path = Path(options.resume) if isinstance(options.resume, str) else newest_last_checkpoint(Path.cwd())
+    path = Path(options.resume) if isinstance(options.resume, str) else newest_unfinished(Path.cwd())
     if path is None:
         if not options.weights:
             raise FileNotFoundError(
@@ -36,25 +53,51 @@ def prepare_run(options: TrainOptions) -> tuple[TrainOptions, Checkpoint | None,
             f"--resume: no run to continue below {Path.cwd()}; training starts from {options.weights} instead"
         )
         return options, None, None
+    if not path.is_file():
+        raise FileNotFoundError(f"--resume {path} not found; give the path of a run's weights/last.pt")
+    if path.resolve().parent.name != "weights":
+        raise ValueError(f"--resume {path}: expected RUN/weights/last.pt, so that results go on in the folder RUN")
     checkpoint = load_checkpoint(path)
     if checkpoint.optimizer is None or checkpoint.epoch < 0:
         raise ValueError(
-            f"--resume {path}: this training is finished, nothing to resume. "
-            f"To train further, start a new run with --weights {path}"
+            f"--resume {path}: this file holds weights only, nothing to resume. Give the run's last.pt, "
+            f"or start a new run with --weights {path}"
         )
-    resumed = options_from_mapping(checkpoint.opt)
+    resumed = resumed_options(options, checkpoint)
     if checkpoint.epoch + 1 >= resumed.epochs:
         raise ValueError(
-            f"--resume {path}: all {resumed.epochs} epochs are done; start a new run with --weights {path}"
+            f"--resume {path}: all {resumed.epochs} epochs are done. "
+            f"--resume {path} --epochs N extends the run, --weights {path} starts a new one from its weights"
         )
     resumed.resume, resumed.weights = str(path), str(path)
     return resumed, checkpoint, path.resolve().parent.parent
 
 
-def newest_last_checkpoint(folder: Path) -> Path | None:
-    """Return the most recently written ``last*.pt`` below ``folder``."""
-    found = [path for path in folder.rglob("last*.pt") if path.is_file()]
-    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+def resumed_options(options: TrainOptions, checkpoint: Checkpoint) -> TrainOptions:
+    """Return the checkpoint's options with those of ``CHANGEABLE`` that were typed beside ``--resume``."""
+    resumed = options_from_mapping(checkpoint.opt)
+    for name in sorted(options.given - {"resume"}):
+        flag = "--" + name.replace("_", "-")
+        if name in CHANGEABLE:
+            LOGGER.info(f"--resume: {flag} {getattr(options, name)} replaces {getattr(resumed, name)}")
+            setattr(resumed, name, getattr(options, name))
+        else:
+            LOGGER.warning(f"--resume: {flag} is ignored, the run keeps {getattr(resumed, name)}")
+    return resumed
+
+
+def newest_unfinished(folder: Path) -> Path | None:
+    """Return the newest ``weights/last*.pt`` below ``folder`` with epochs left, else the newest of all, else None."""
+    found = sorted(folder.rglob("weights/last*.pt"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in found:
+        try:
+            checkpoint = load_checkpoint(path)
+        except ValueError as error:
+            LOGGER.warning(f"--resume: {path} is passed over: {error}")
+            continue
+        if checkpoint.optimizer is not None and checkpoint.epoch + 1 < int(checkpoint.opt.get("epochs", 0)):
+            return path
+    return found[0] if found else None
 
 
 def options_from_mapping(mapping: dict[str, Any]) -> TrainOptions:
@@ -75,7 +118,12 @@ def build_training_model(options: TrainOptions, spec: DataSpec, resume: Checkpoi
     Raises:
         ValueError: neither ``--cfg`` nor ``--weights``.
     """
-    start = resume or (load_checkpoint(find_file(options.weights)) if options.weights else None)
+    start = resume or (load_checkpoint(find_weights(options.weights)) if options.weights else None)
+    if resume is not None and resume.nc != spec.nc:
+        raise ValueError(
+            f"{options.resume} was trained on {resume.nc} classes, {spec.yaml_file} names {spec.nc}; "
+            f"start a new run with --weights {options.resume}"
+        )
     if options.cfg and resume is None:
         cfg: Any = find_file(options.cfg, roots=("models", "data", "utils"), suffixes=YAML_SUFFIXES)
     elif start is not None and start.yaml:
@@ -86,29 +134,55 @@ def build_training_model(options: TrainOptions, spec: DataSpec, resume: Checkpoi
     if start is not None:
         transfer = model.load_matching(start.model)
         LOGGER.info(f"Weights: {transfer.transferred}/{transfer.total} entries taken from {options.weights}")
-        for key, reason in list(transfer.reasons.items())[:5]:
+        left = [(key, reason) for key, reason in transfer.reasons.items() if reason != "not in the model"]
+        for key, reason in left[:SHOWN_KEYS]:
             LOGGER.info(f"  left as initialised: {key} ({reason})")
-        if len(transfer.reasons) > 5:
-            LOGGER.info(f"  … and {len(transfer.reasons) - 5} more")
-        if transfer.transferred == 0:
-            raise ValueError(f"--weights {options.weights}: nothing fits the model {options.cfg}; is it another size?")
+        if len(left) > SHOWN_KEYS:
+            LOGGER.info(f"  … and {len(left) - SHOWN_KEYS} more")
+        _check_share(transfer.transferred / transfer.total, options)
     model.nc, model.names = spec.nc, dict(spec.names)
     return model
 
 
-def frozen_layers(freeze: list[int]) -> list[int]:
-    """Return the layer numbers that ``--freeze`` means: N → 0 … N−1, several → exactly these."""
+def find_weights(name: str) -> Path:
+    """Return the weights file ``name``; the error says what to do."""
+    if Path(name).is_dir():
+        raise ValueError(f"--weights {name} is a folder; name a file, for example {Path(name) / 'best.pt'}")
+    try:
+        return find_file(name)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"--weights {name} not found in {Path.cwd()}. Give the path of a .pt file of this program or the original "
+            "YOLOv9, or --weights '' to start from random weights"
+        ) from error
+
+
+def _check_share(share: float, options: TrainOptions) -> None:
+    advice = f"--cfg {options.cfg} and --weights {options.weights} seem to be models of different size or kind"
+    if share < MIN_SHARE:
+        raise ValueError(
+            f"only {share:.0%} of the model would start from the weights: {advice}; nothing fits the model"
+        )
+    if share < LOW_SHARE:
+        LOGGER.warning(f"only {share:.0%} of the model starts from the weights: {advice}")
+
+
+def frozen_layers(freeze: list[int | str], backbone: int) -> list[int]:
+    """Return the layer numbers that ``--freeze`` means: N → 0 … N−1, several → exactly these, or the backbone's."""
+    if freeze == ["backbone"]:
+        return list(range(backbone))
     return list(range(freeze[0])) if len(freeze) == 1 else sorted(set(freeze))
 
 
-def freeze_model(model: DetectionModel, freeze: list[int]) -> list[nn.Module]:
+def freeze_model(model: DetectionModel, freeze: list[int | str]) -> list[nn.Module]:
     """Stop the gradients of the layers named by ``--freeze`` and return them.
 
     Raises:
         ValueError: a layer the model does not have, or all of them.
     """
-    numbers = frozen_layers(freeze)
+    numbers = frozen_layers(freeze, len(model.yaml["backbone"]))
     if not numbers:
+        LOGGER.info("Freeze: 0 layers stand still (--freeze 10 freezes the first ten, --freeze backbone the backbone)")
         return []
     if numbers[-1] >= len(model.model):
         raise ValueError(f"--freeze: layer {numbers[-1]} does not exist, the model has 0 to {len(model.model) - 1}")
@@ -134,15 +208,7 @@ def make_schedule(options: TrainOptions, hyp: Hyp, batch_size: int, batches_per_
     """Build the run's schedule and say what it means."""
     accumulate = options.accumulate or accumulation(batch_size)
     steps = warmup_steps(hyp.warmup_epochs, batches_per_epoch)
-    LOGGER.info(
-        f"Schedule: {options.schedule}, lr {hyp.lr0:g} to {hyp.lr0 * hyp.lrf:g}, warm-up {steps} batches, "
-        f"batch {batch_size} x accumulate {accumulate} = {batch_size * accumulate} images per optimizer step"
-    )
-    if steps > options.epochs * batches_per_epoch / 2:
-        LOGGER.warning(
-            f"warm-up takes {steps} of the run's {options.epochs * batches_per_epoch} batches; more epochs would help"
-        )
-    return Schedule(
+    schedule = Schedule(
         kind=options.schedule,
         epochs=options.epochs,
         lr0=hyp.lr0,
@@ -152,9 +218,30 @@ def make_schedule(options: TrainOptions, hyp: Hyp, batch_size: int, batches_per_
         warmup_bias_lr=hyp.warmup_bias_lr,
         warmup_momentum=hyp.warmup_momentum,
         accumulate=accumulate,
+        restarts=make_restarts(options),
     )
+    LOGGER.info(
+        f"Schedule: {options.schedule}, lr {hyp.lr0:g} to {schedule.final_lr:g}, warm-up {steps} batches, "
+        f"batch {batch_size} x accumulate {accumulate} = {batch_size * accumulate} images per optimizer step"
+    )
+    if steps > options.epochs * batches_per_epoch / 2:
+        LOGGER.warning(
+            f"warm-up takes {steps} of the run's {options.epochs * batches_per_epoch} batches; more epochs would help"
+        )
+    if warning := describe_restarts(schedule):
+        LOGGER.warning(warning)
+    return schedule
 
 
-def amp_dtype(device: torch.device, is_wanted: bool) -> torch.dtype | None:
-    """Return float16 on CUDA when mixed precision is wanted, else None (float32)."""
-    return torch.float16 if is_wanted and device.type == "cuda" else None
+def make_restarts(options: TrainOptions) -> Restarts:
+    """Read ``--cos-restarts T_0 T_mult eta_min``; missing numbers keep their defaults."""
+    names = ("first_cycle", "growth", "lr_min")
+    given = dict(zip(names, options.cos_restarts or (), strict=False))
+    return Restarts(**given, stretch_last_cycle=options.stretch_last_cycle)
+
+
+def amp_dtype(device: torch.device, options: TrainOptions) -> torch.dtype | None:
+    """Return the number type of mixed precision on CUDA, None for float32."""
+    if not options.amp or device.type != "cuda":
+        return None
+    return torch.bfloat16 if options.amp_dtype == "bf16" else torch.float16

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from datetime import datetime
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,26 +14,25 @@ from torch import Tensor
 from torch.nn import functional
 
 from models.checkpoint import Checkpoint, build_model, load_checkpoint, save_checkpoint, strip_optimizer
-from utils.data.loader import create_dataloader
+from models.flops import flops
+from utils.data.prefetch import DevicePrefetcher
+from utils.data.report import write_data_report
+from utils.data.sampling import class_weights, image_weights
 from utils.evaluate.metrics import fitness
 from utils.evaluate.validator import Validator, ValResult
-from utils.files import atomic_write, increment_path, write_yaml
+from utils.files import atomic_write, increment_path, lock_folder, write_yaml
 from utils.log import LOGGER, progress
 from utils.options import Hyp, TrainOptions
-from utils.runtime import autocast, check_img_size, init_seeds, limit_threads, memory_gb, select_device, synchronise
+from utils.preflight import apply_alloc_conf, preflight
+from utils.runtime import autocast, check_img_size, init_seeds, limit_threads, select_device
 from utils.train.autobatch import find_batch_size
 from utils.train.ema import ModelEMA
+from utils.train.gpu_sampler import GpuSampler
+from utils.train.loaders import make_loaders
 from utils.train.loss import ComputeLoss
-from utils.train.monitor import (
-    GradientLog,
-    ResultsTable,
-    RunningMean,
-    TensorBoardWriter,
-    progress_header,
-    progress_line,
-)
+from utils.train.monitor import Monitor, MonitorSetup, ResultsTable, TensorBoardWriter, progress_header
 from utils.train.optim import apply_plan, smart_optimizer
-from utils.train.schedule import NOMINAL_BATCH, describe_mosaic, has_mosaic
+from utils.train.schedule import NOMINAL_BATCH, describe_mosaic, has_mosaic, smoothing_at
 from utils.train.setup import (
     amp_dtype,
     build_training_model,
@@ -43,10 +42,13 @@ from utils.train.setup import (
     make_schedule,
     prepare_run,
 )
+from utils.train.state import make_checkpoint, restore
 from utils.train.stopping import EarlyStopping
+from utils.train.throughput import device_peak_tflops
 
-FLUSH_EVERY = 10  # steps between two looks at the losses: each look waits for the GPU
+MAX_SKIPPED = 30  # optimizer steps in a row; a loss scale that settles needs fewer
 PLOTTED_BATCHES = 3
+QUAD = 4  # a quad batch holds a quarter of the images, each worth four
 
 
 class Trainer:
@@ -57,12 +59,14 @@ class Trainer:
         limit_threads()
         self.options, resume, resume_folder = prepare_run(options)
         LOGGER.info("train: " + ", ".join(f"{name}={value}" for name, value in self.options.to_dict().items()))
+        LOGGER.info(apply_alloc_conf(self.options.alloc_conf))
         self.device = select_device(self.options.device)
+        preflight(self.device).log()
         init_seeds(self.options.seed, self.options.deterministic)
         self.hyp = Hyp.from_mapping(resume.hyp) if resume else self.options.load_hyp()
         self.spec = load_data(self.options)
         self.start_epoch = self.epoch = resume.epoch + 1 if resume else 0
-        self.amp_dtype = amp_dtype(self.device, self.options.amp)
+        self.amp_dtype = amp_dtype(self.device, self.options)
         self._set_up_model(resume)
         self._set_up_data()
         self._set_up_optimizer(resume)
@@ -81,6 +85,9 @@ class Trainer:
         self.model.to(self.device)
         if self.device.type == "cuda":
             self.model.to(memory_format=torch.channels_last)
+        self.model.grad_checkpoint = self.options.grad_checkpoint
+        if self.options.grad_checkpoint:
+            LOGGER.info(str(self.model.checkpoint_plan()))
         self.stride = int(max(self.model.stride))
         self.imgsz = check_img_size(self.options.imgsz, self.stride, floor=2 * self.stride)
         self.loss_fn = ComputeLoss(self.model)
@@ -91,37 +98,8 @@ class Trainer:
         if self.batch_size == -1:
             self.model.train()
             self.batch_size = find_batch_size(self.model, self.loss_fn, self.imgsz, self.device, self.amp_dtype)
-        common = {
-            "workers": options.workers,
-            "seed": options.seed,
-            "nc": self.spec.nc,
-            "single_cls": options.single_cls,
-        }
-        self.train_loader, self.train_set = create_dataloader(
-            self.spec.train,
-            self.imgsz,
-            self.batch_size,
-            self.stride,
-            hyp=self.hyp,
-            augment=True,
-            cache=None if options.cache == "val" else options.cache,
-            rect=options.rect,
-            shuffle=not options.rect,
-            min_items=options.min_items,
-            prefix="train: ",
-            **common,
-        )
-        val_cache = "ram" if options.cache == "val" else options.cache
-        self.val_loader, _ = create_dataloader(
-            self.spec.val,
-            self.imgsz,
-            self.batch_size,
-            self.stride,
-            cache=None if options.noval else val_cache,
-            rect=True,
-            pad=0.5,
-            prefix="val: ",
-            **common,
+        (self.train_loader, self.train_set), (self.val_loader, self.val_set) = make_loaders(
+            options, self.hyp, self.spec, imgsz=self.imgsz, batch_size=self.batch_size, stride=self.stride
         )
         self.validator = Validator(
             self.val_loader,
@@ -136,35 +114,29 @@ class Trainer:
         self.schedule = make_schedule(self.options, self.hyp, self.batch_size, len(self.train_loader))
         decay = self.hyp.weight_decay * self.batch_size * self.schedule.accumulate / NOMINAL_BATCH
         self.optimizer = smart_optimizer(self.model, self.options.optimizer, self.hyp.lr0, self.hyp.momentum, decay)
-        self.scaler = torch.amp.GradScaler("cuda", enabled=self.amp_dtype is not None)
+        self.scaler = torch.amp.GradScaler("cuda", enabled=self.amp_dtype == torch.float16)
         self.ema = ModelEMA(self.model)
         self.stopper = EarlyStopping(self.options.patience)
         self.best_fitness = 0.0
         self.step_index = self.start_epoch * len(self.train_loader)
-        self.pending = 0  # batches whose gradients wait for the next optimizer step
+        self.pending: list[tuple[str, ...]] = []  # file names of the batches whose gradients wait for a step
+        self.skipped_in_a_row = 0
+        self.closing_epoch = -1  # first of the closing epochs that early stopping asked for, -1 = none
+        self.final_epoch = self.options.epochs - 1
+        self.class_maps: Sequence[float] = [0.0] * self.spec.nc
         self.trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         if resume is not None:
-            self._restore(resume)
-
-    def _restore(self, resume: Checkpoint) -> None:
-        self.optimizer.load_state_dict(resume.optimizer)
-        if resume.ema is not None:
-            self.ema.ema.load_state_dict(resume.ema)
-        self.ema.updates = resume.updates
-        if resume.scaler:
-            self.scaler.load_state_dict(resume.scaler)
-        self.best_fitness = resume.best_fitness or 0.0
-        if resume.trainer and "stopper" in resume.trainer:
-            self.stopper.load_state_dict(resume.trainer["stopper"])
-        LOGGER.info(f"Resume: epoch {self.start_epoch} of {self.options.epochs}")
+            restore(self, resume)
+            LOGGER.info(f"Resume: epoch {self.start_epoch} of {self.options.epochs}")
 
     def _set_up_records(self, resume: Checkpoint | None) -> None:
         self.weights_dir = self.save_dir / "weights"
         self.weights_dir.mkdir(parents=True, exist_ok=True)
         self.last, self.best = self.weights_dir / "last.pt", self.weights_dir / "best.pt"
-        if resume is None:
-            self.last.unlink(missing_ok=True)
-            self.best.unlink(missing_ok=True)
+        self.has_best = resume is not None and self.best.exists()  # what an older run left here is replaced
+        self.lock = lock_folder(self.save_dir)
+        for leftover in self.weights_dir.glob(".*.tmp"):  # of a process that was killed while it wrote
+            leftover.unlink()
         write_yaml(self.save_dir / "hyp.yaml", self.hyp.to_dict())
         self.recorded_options = {
             **self.options.to_dict(),
@@ -175,6 +147,26 @@ class Trainer:
         write_yaml(self.save_dir / "opt.yaml", {**self.recorded_options, "hyp": self.hyp.to_dict()})
         self.results = ResultsTable(self.save_dir / "results.csv", self.start_epoch)
         self.board = TensorBoardWriter(self.save_dir)
+        sampler = GpuSampler.for_device(self.device)
+        sampler.start()
+        setup = MonitorSetup(
+            clip_limit=self.options.clip_grad,
+            forward_flops=flops(self.model, self.imgsz),
+            peak_tflops=device_peak_tflops(self.device, self.amp_dtype),
+            warmup_steps=self.schedule.warmup_steps,
+        )
+        self.monitor = Monitor(
+            self.save_dir, self.device, setup, board=self.board, sampler=sampler, resume_step=self.step_index
+        )
+        reports = {"train": self.train_set.report, "val": self.val_set.report}
+        write_data_report(
+            reports,
+            self.spec.names,
+            self.imgsz,
+            self.save_dir,
+            single_cls=self.options.single_cls,
+            use_sheets=not self.options.noplots,
+        )
         if not self.options.noplots and resume is None:
             from utils.evaluate.plots import plot_labels
 
@@ -200,6 +192,11 @@ class Trainer:
                     break
         except torch.cuda.OutOfMemoryError as error:
             raise MemoryError(self._memory_advice()) from error
+        except KeyboardInterrupt:
+            self._say_how_to_go_on()
+            raise
+        finally:
+            self.monitor.close()
         hours = (time.perf_counter() - started) / 3600
         LOGGER.info(f"\n{self.epoch - self.start_epoch + 1} epochs completed in {hours:.3f} hours")
         return self.finish() or result
@@ -207,139 +204,138 @@ class Trainer:
     def begin_epoch(self, epoch: int) -> None:
         """Set everything that depends on the epoch: mosaic, data order, training mode."""
         self.epoch = epoch
-        mosaic = has_mosaic(epoch, self.options.epochs, self.options.close_mosaic, self.options.open_mosaic)
-        self.train_loader.set_epoch(epoch, mosaic=mosaic)
+        options = self.options
+        mosaic = has_mosaic(epoch, options.epochs, options.close_mosaic, options.open_mosaic)
+        if 0 <= self.closing_epoch <= epoch:
+            mosaic = False
+        self.train_loader.set_epoch(epoch, mosaic=mosaic, image_weights=self._image_weights())
+        self.smoothing = smoothing_at(epoch, options.epochs, options.label_smoothing, options.label_smoothing_decay)
         self.model.train()
         keep_batch_norm_still(self.frozen)
-        self.size_generator = np.random.default_rng([self.options.seed, epoch])
-        self.means = RunningMean(3, self.device)
-        self.gradients = GradientLog(self.options.clip_grad)
+        self.size_generator = np.random.default_rng([options.seed, epoch])
+        self.monitor.begin_epoch(epoch)
 
     def run_epoch(self) -> dict[str, float]:
         """Train on every batch once; return the epoch's training columns of the results table."""
-        started, seen = time.perf_counter(), 0
         LOGGER.info("\n" + progress_header())
-        bar = progress(self.train_loader, total=len(self.train_loader), unit="batch")
+        batches = DevicePrefetcher(self.train_loader, self.device)
+        bar = progress(batches, total=len(self.train_loader), unit="batch")
+        waited_s = 0.0
         for number, (images, targets, paths, _) in enumerate(bar):
             if self.epoch == self.start_epoch and number < PLOTTED_BATCHES and not self.options.noplots:
                 self._plot_batch(number, images, targets, paths)
-            side = self.step(images, targets)
-            seen += len(images)
-            if number % FLUSH_EVERY == 0 or number == len(self.train_loader) - 1:
-                self._show(bar, len(targets), side)
+            side, items = self.step(images, targets, paths)
+            self.monitor.add_batch(items, images=len(images), wait_s=batches.wait_s - waited_s)
+            waited_s = batches.wait_s
+            if self.monitor.is_due or number == len(self.train_loader) - 1:
+                self.monitor.flush()
+                bar.set_description_str(self.monitor.progress(self.options.epochs, len(targets), side))
         self.flush_gradients()
-        synchronise(self.device)
-        losses = self.means.values()
-        self._check_finite(losses)
-        return {
-            **dict(zip(("train/box_loss", "train/cls_loss", "train/dfl_loss"), losses, strict=True)),
-            **{f"x/lr{index}": group["lr"] for index, group in enumerate(self.optimizer.param_groups)},
-            **self.gradients.summary(),
-            "train/img_per_s": seen / (time.perf_counter() - started),
-            "gpu_gb": memory_gb(self.device),
-        }
+        record = {f"x/lr{index}": group["lr"] for index, group in enumerate(self.optimizer.param_groups)}
+        record.update(self.monitor.end_epoch())
+        self._check_finite([record[f"train/{name}_loss"] for name in ("box", "cls", "dfl")])
+        return record
 
-    def step(self, images: Tensor, targets: Tensor) -> int:
+    def step(self, images: Tensor, targets: Tensor, paths: tuple[str, ...]) -> tuple[int, Tensor]:
         """Forward and backward of one batch, and an optimizer step when enough batches are pending.
 
         Args:
-            images: (B, 3, H, W) uint8 on the CPU.
-            targets: (T, 6) rows image index, class, xywh normalised, on the CPU.
+            images: (B, 3, H, W) uint8, on the device.
+            targets: (T, 6) rows image index, class, xywh normalised, on the device.
+            paths: names of the images.
 
         Returns:
-            The longer side of the batch after multi-scale.
+            The longer side of the batch after multi-scale, and the loss items (3,) left on the device.
         """
         plan = self.schedule.at(self.step_index, self.epoch)
         apply_plan(self.optimizer, plan)
-        images = self._to_device(images)
-        targets = targets.to(self.device, non_blocking=True)
+        images = self._prepare(images)
         with autocast(self.device, self.amp_dtype):
             predictions = self.model(images)
-        loss, items = self.loss_fn(predictions, targets)
+        loss, items = self.loss_fn(predictions, targets, label_smoothing=self.smoothing)
+        if self.options.quad:
+            loss = loss * QUAD
         self.scaler.scale(loss).backward()
-        self.means.add(items)
-        self.pending += 1
+        self.pending.append(paths)
         self.step_index += 1
-        if self.pending >= plan.accumulate:
+        if len(self.pending) >= plan.accumulate:
             self.flush_gradients()
-        return max(images.shape[-2:])
+        return max(images.shape[-2:]), items
 
     def flush_gradients(self) -> None:
-        """Make an optimizer step from what has been accumulated, if anything."""
+        """Make an optimizer step from what has been accumulated, if anything; none from gradients not finite.
+
+        Raises:
+            FloatingPointError: too many steps in a row were skipped.
+        """
         if not self.pending:
             return
         self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(self.trainable, self.options.clip_grad)
-        self.gradients.add(norm)
+        self.monitor.add_step(norm, [group["lr"] for group in self.optimizer.param_groups])
         if bool(torch.isfinite(norm)):
             self.scaler.step(self.optimizer)
             self.ema.update(self.model)
+            self.skipped_in_a_row = 0
+        else:
+            self._note_skipped_step()
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        self.pending = 0
+        self.pending.clear()
 
     def end_epoch(self, record: dict[str, float]) -> tuple[ValResult | None, bool]:
         """Validate, record, save; return the validation's result and whether the run is over."""
-        is_final = self.epoch + 1 == self.options.epochs or self.stopper.possible_stop
-        result = None
-        is_done = False
+        is_final = self.epoch >= self.final_epoch or self.stopper.possible_stop
+        result, is_best, is_stopped = None, False, False
         if not self.options.noval or is_final:
             self.ema.update_attr(self.model, include=("yaml", "nc", "hyp", "names", "stride"))
             result = self.validator.run(self.ema.ema)
+            self.class_maps = result.maps.tolist()
             score = float(fitness(np.array([[result.precision, result.recall, result.map50, result.map]]))[0])
-            is_done = self.stopper(self.epoch, score)
-            is_best = score > self.best_fitness or not self.best.exists()
+            is_stopped = self.stopper(self.epoch, score)
+            is_best = score > self.best_fitness or not self.has_best
             self.best_fitness = max(score, self.best_fitness)
+            self._check_finite(result.losses, "validation")
             record.update(_validation_columns(result))
-        else:
-            is_best = False
+        is_done = self.epoch >= self.final_epoch
+        if is_stopped and not is_done:
+            is_done = self._stop_early()
         self.results.append({"epoch": self.epoch, **record})
         self.board.scalars(record, self.epoch)
         if not self.options.nosave or is_final or is_done:
-            self.save(is_best or (is_final and not self.best.exists()), record)
-        if is_done:
-            LOGGER.info(
-                f"No better fitness for {self.options.patience} epochs, the best was epoch {self.stopper.best_epoch}; "
-                "training stops. --patience N waits longer, --patience 0 never stops"
-            )
+            self.save(is_best, record)
         return result, is_done
+
+    def _stop_early(self) -> bool:
+        """End the run, or first let it have the closing epochs without mosaic that it was promised."""
+        closing, waited = self.options.close_mosaic, f"No better fitness for {self.options.patience} epochs"
+        if closing and self.epoch < self.options.epochs - closing:
+            if self.closing_epoch < 0:
+                self.closing_epoch, self.final_epoch = self.epoch + 1, self.epoch + closing
+                LOGGER.info(f"{waited}: {closing} epochs without mosaic follow (--close-mosaic), then training stops")
+            return False
+        LOGGER.info(
+            f"{waited}, the best was epoch {self.stopper.best_epoch}; training stops. "
+            "--patience N waits longer, --patience 0 never stops"
+        )
+        return True
 
     def save(self, is_best: bool, record: dict[str, float]) -> None:
         """Write last.pt, best.pt when it is, and the periodic checkpoint when it is due."""
-        checkpoint = Checkpoint(
-            kind="training",
-            yaml=self.model.yaml,
-            nc=self.spec.nc,
-            names=dict(self.spec.names),
-            stride=[float(stride) for stride in self.model.stride],
-            epoch=self.epoch,
-            best_fitness=self.best_fitness,
-            model=self.model.state_dict(),
-            ema=self.ema.ema.state_dict(),
-            updates=self.ema.updates,
-            optimizer=self.optimizer.state_dict(),
-            scaler=self.scaler.state_dict() or None,
-            trainer={"stopper": self.stopper.state_dict()},
-            hyp=self.hyp.to_dict(),
-            opt=self.recorded_options,
-            date=datetime.now().isoformat(timespec="seconds"),
-            metrics={name: float(value) for name, value in record.items()},
-        )
-        save_checkpoint(self.last, checkpoint)
+        save_checkpoint(self.last, make_checkpoint(self, record))
         copies = [self.best] if is_best else []
         if self.options.save_period > 0 and self.epoch % self.options.save_period == 0:
             copies.append(self.weights_dir / f"epoch{self.epoch}.pt")
         for copy in copies:
             with atomic_write(copy) as temporary:
                 shutil.copyfile(self.last, temporary)
+        self.has_best |= is_best
 
     def finish(self) -> ValResult | None:
-        """Strip the checkpoints, validate the best one with all plots, draw the curves."""
-        for path in (self.last, self.best):
-            if path.exists():
-                strip_optimizer(path)
+        """Strip the best checkpoint, validate it with all plots, draw the curves. last.pt stays resumable."""
         result = None
-        if self.best.exists():
+        if self.has_best:
+            strip_optimizer(self.best)
             LOGGER.info(f"\nValidating {self.best}")
             model = build_model(load_checkpoint(self.best)).to(self.device).eval().fuse()
             result = Validator(
@@ -355,24 +351,52 @@ class Trainer:
             ).run(model)
         if not self.options.noplots:
             from utils.evaluate.plots import plot_results
+            from utils.evaluate.run_plots import plot_run
 
             plot_results(self.save_dir / "results.csv")
+            plot_run(self.save_dir)
         self.board.close()
         LOGGER.info(f"Results saved to {self.save_dir}")
         return result
 
     # --- parts of a step ----------------------------------------------------------------------------------------
 
-    def _to_device(self, images: Tensor) -> Tensor:
-        images = images.to(self.device, non_blocking=True)
+    def _prepare(self, images: Tensor) -> Tensor:
+        """Turn uint8 images into floats from 0 to 1, at a random size with ``--multi-scale``."""
         if self.device.type == "cuda":
             images = images.contiguous(memory_format=torch.channels_last)
         images = images.float() / 255
         if not self.options.multi_scale:
             return images
-        return functional.interpolate(
-            images, self._random_size(images.shape[-2:]), mode="bilinear", align_corners=False
+        size = self._random_size(images.shape[-2:])
+        return functional.interpolate(images, size, mode="bilinear", align_corners=False)
+
+    def _image_weights(self) -> np.ndarray | None:
+        """Return how often each training image should be drawn: more often where its classes do badly."""
+        if not self.options.image_weights:
+            return None
+        need = class_weights(self.train_set.labels, self.spec.nc) * (1 - np.array(self.class_maps)) ** 2
+        return image_weights(self.train_set.labels, self.spec.nc, need / self.spec.nc)
+
+    def _note_skipped_step(self) -> None:
+        self.skipped_in_a_row += 1
+        names = ", ".join(Path(path).name for batch in self.pending for path in batch)
+        LOGGER.debug(f"gradients not finite, step skipped; images: {names}")
+        if self.skipped_in_a_row < MAX_SKIPPED:
+            return
+        raise FloatingPointError(
+            f"{MAX_SKIPPED} optimizer steps in a row had gradients that are not finite, the last one from {names}. "
+            f"{self._kept()}. Try --no-amp, --amp-dtype bf16, a smaller lr0 in --hyp, or look for broken labels"
         )
+
+    def _kept(self) -> str:
+        return f"The last good checkpoint is {self.last}" if self.last.exists() else "Nothing was saved yet"
+
+    def _say_how_to_go_on(self) -> None:
+        if self.last.exists():
+            if self.has_best:
+                strip_optimizer(self.best)
+            LOGGER.info(f"\nInterrupted. To go on: python train_dual.py --resume {self.last}")
 
     def _random_size(self, shape: torch.Size) -> list[int]:
         """Draw a longer side from 0.5 to 1.5 times the image size and scale ``shape`` (H, W) to it."""
@@ -380,12 +404,6 @@ class Trainer:
         side = int(self.size_generator.integers(low, high)) // self.stride * self.stride
         factor = max(side, self.stride) / max(shape)
         return [math.ceil(length * factor / self.stride) * self.stride for length in shape]
-
-    def _show(self, bar, instances: int, side: int) -> None:  # noqa: ANN001 - a tqdm bar
-        means = self.means.values()
-        bar.set_description_str(
-            progress_line(self.epoch, self.options.epochs, memory_gb(self.device), means, instances, side)
-        )
 
     def _plot_batch(self, number: int, images: Tensor, targets: Tensor, paths: tuple[str, ...]) -> None:
         from utils.evaluate.plots import plot_images
@@ -401,14 +419,12 @@ class Trainer:
             f"collected over {NOMINAL_BATCH} images anyway), a smaller --img, or --batch -1"
         )
 
-    def _check_finite(self, losses: list[float]) -> None:
-        if all(math.isfinite(loss) for loss in losses):
-            return
-        kept = f"the checkpoint of the epoch before is {self.last}" if self.last.exists() else "nothing was saved yet"
-        raise FloatingPointError(
-            f"the loss of epoch {self.epoch} is not finite ({losses}); {kept}. "
-            "Try --no-amp, a smaller lr0 in --hyp, or look for broken labels"
-        )
+    def _check_finite(self, losses: Sequence[float], kind: str = "training") -> None:
+        if not all(math.isfinite(loss) for loss in losses):
+            raise FloatingPointError(
+                f"the {kind} loss of epoch {self.epoch} is not finite ({losses}). {self._kept()}. "
+                "Try --no-amp, a smaller lr0 in --hyp, or look for broken labels"
+            )
 
 
 def _validation_columns(result: ValResult) -> dict[str, float]:

@@ -1,0 +1,1 @@
+"""Measurements of speed and memory. They print what they find and say nothing about right or wrong."""

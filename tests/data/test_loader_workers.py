@@ -1,0 +1,204 @@
+"""Loader processes: their number, one thread each, light imports, and what is told when one dies."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.data.loader_kit import Probe, loader_of, probe_loader
+from utils.data.batching import Failure
+from utils.data.dataset import Sample, SampleKey
+from utils.data.loader import EpochLoader
+from utils.data.sampling import BatchStream
+from utils.data.workers import (
+    THREAD_VARIABLES,
+    LoaderError,
+    death_message,
+    raise_failure,
+    single_threaded_children,
+    worker_count,
+)
+
+REPO_ROOT = Path(__file__).resolve().parents[2]
+needs_kill = pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="this system has no such signals")
+
+
+def test_worker_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(6)), raising=False)
+    assert worker_count(8, 16) == 6
+    assert worker_count(2, 16) == 2
+    assert worker_count(8, 1) == 0
+    assert worker_count(8, 3) == 3
+    assert worker_count(-1, 16) == 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_one_thread_per_worker(context: str) -> None:
+    loader = probe_loader(2, multiprocessing_context=context)
+    rows = [row for batch in loader for row in batch[1].tolist()]
+    assert {row[1] for row in rows} == {1}  # OpenCV, where 0 and 1 read back as 1
+    assert {row[2] for row in rows} == {1}  # torch
+    assert max(row[3] for row in rows) <= 4  # the worker itself and the threads that feed its queues
+    loader.close()
+
+
+def test_children_are_told_to_use_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(THREAD_VARIABLES[0], "5")
+    monkeypatch.delenv(THREAD_VARIABLES[1], raising=False)
+    with single_threaded_children():
+        assert [os.environ[name] for name in THREAD_VARIABLES] == ["1"] * len(THREAD_VARIABLES)
+    assert os.environ[THREAD_VARIABLES[0]] == "5"
+    assert THREAD_VARIABLES[1] not in os.environ
+
+
+@pytest.mark.slow
+def test_workers_import_nothing_heavy() -> None:
+    heavy = {"matplotlib", "pandas", "seaborn", "scipy", "torchvision", "tensorboard", "models", "utils.train"}
+    code = f"import sys, utils.data.loader; print('HEAVY', sorted({heavy!r} & set(sys.modules)))"
+    run = subprocess.run([sys.executable, "-c", code], cwd=REPO_ROOT, capture_output=True, text=True, timeout=120)
+    assert "HEAVY []" in run.stdout, run.stdout + run.stderr
+
+
+# ------------------------------------------------------------------------------------------------ dying workers
+
+
+@needs_kill
+def test_a_killed_worker_ends_the_pass_with_a_reason() -> None:
+    loader = probe_loader(2, length=400)
+    started, handler = time.perf_counter(), signal.getsignal(signal.SIGCHLD)
+    with pytest.raises(LoaderError, match=r"pid \d+\) has died.*SIGKILL.*main memory.*--workers 1 instead of 2"):
+        for number, _ in enumerate(loader):
+            if number == 3:
+                os.kill(loader.worker_pids()[0], signal.SIGKILL)
+    assert time.perf_counter() - started < 5
+    assert signal.getsignal(signal.SIGCHLD) == handler
+    with pytest.raises(LoaderError, match="has died"):  # and it does not come back by itself
+        next(iter(loader))
+    loader.close()
+
+
+class Sleeping(Probe):
+    """Every sample takes a minute."""
+
+    def __getitem__(self, key: SampleKey) -> Sample:
+        time.sleep(60)
+        return super().__getitem__(key)
+
+
+@needs_kill
+def test_a_worker_killed_while_it_is_waited_for() -> None:
+    loader = EpochLoader(Sleeping(), BatchStream(16, 2), workers=1)
+    batches = iter(loader)
+    signal.signal(signal.SIGALRM, lambda *_: os.kill(loader.worker_pids()[0], signal.SIGKILL))
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    started = time.perf_counter()
+    with pytest.raises(LoaderError, match="SIGKILL"):
+        next(batches)
+    assert time.perf_counter() - started < 4
+    loader.close()
+
+
+@needs_kill
+def test_a_death_between_two_batches_interrupts_nothing_else() -> None:
+    loader = probe_loader(1, length=400)
+    batches = iter(loader)
+    next(batches)
+    os.kill(loader.worker_pids()[0], signal.SIGKILL)
+    time.sleep(0.3)  # here an exception out of nowhere would show
+    with pytest.raises(LoaderError):
+        next(batches)
+    loader.close()
+
+
+@needs_kill
+@pytest.mark.slow
+def test_a_script_ends_with_a_sentence_and_a_failure_code(shapes_dataset: Path) -> None:
+    code = f"""
+        import os, signal
+        from pathlib import Path
+        from tests.data.loader_kit import loader_of
+        from utils.cli import run_script
+        import utils.data.loader
+
+        def main():
+            utils.data.loader.worker_count = lambda wanted, _: wanted
+            loader = loader_of(Path({str(shapes_dataset)!r}), 2)
+            for epoch in range(50):
+                for batch in loader:
+                    os.kill(loader.worker_pids()[1], signal.SIGKILL)
+
+        run_script(main)
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], cwd=REPO_ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert run.returncode == 1
+    assert re.search(r"ERROR: a loader process \(pid \d+\) has died.*SIGKILL.*--workers 1 instead of 2", run.stdout)
+    assert "Traceback" not in run.stdout + run.stderr
+
+
+def test_death_messages_fit_the_cause() -> None:
+    assert "main memory runs out" in death_message(5, -9, 8)
+    assert "--workers 4 instead of 8" in death_message(5, -9, 8)
+    assert "--cache" in death_message(5, -9, 8)
+    assert "--shm-size" in death_message(5, -signal.SIGBUS, 8)
+    assert "SIGSEGV" in death_message(5, -signal.SIGSEGV, 8)
+    assert "exit code 3" in death_message(5, 3, 8)
+    assert "free" in death_message(5, -9, 8, [os.getpid()])
+
+
+# ------------------------------------------------------------------------------------------------ failing workers
+
+
+class Breaking(Probe):
+    """Fails on the picture with index 3."""
+
+    def __getitem__(self, key: SampleKey) -> Sample:
+        if key.index == 3:
+            raise ZeroDivisionError("by zero")
+        return super().__getitem__(key)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_exception_in_a_worker_names_the_picture(workers: int) -> None:
+    loader = EpochLoader(Breaking(), BatchStream(16, 2), workers=workers)
+    with pytest.raises(
+        LoaderError, match="the picture 3.jpg could not be prepared: ZeroDivisionError: by zero"
+    ) as info:
+        list(loader)
+    assert "__getitem__" in str(info.value.__cause__)
+    loader.close()
+
+
+@pytest.mark.parametrize(
+    ("reason", "advice"),
+    [
+        ("RuntimeError: unable to allocate shared memory(shm) for file </torch_1>: No space left", "--shm-size"),
+        ("MemoryError: ", "fewer --workers"),
+        ("error: Insufficient memory", "fewer --workers"),
+        ("KeyError: 'x'", "KeyError"),
+    ],
+)
+def test_reported_failures_come_with_advice(reason: str, advice: str) -> None:
+    with pytest.raises(LoaderError, match=advice):
+        raise_failure(Failure("the picture a.jpg", reason, "traceback"))
+
+
+def test_pictures_that_vanish_all_at_once_are_told(shapes_dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = loader_of(shapes_dataset)
+
+    def gone(path: str) -> None:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr("utils.data.dataset.imread_bgr", gone)
+    with pytest.raises(LoaderError, match="none of the 24 pictures can be read"):
+        list(loader)

@@ -1,0 +1,138 @@
+"""Which pictures a batch consists of: the order of an epoch follows from (seed, epoch) and nothing else.
+
+The stream of batches runs on into the next epoch when that one has been announced, so that loader processes need not
+wait for the trainer between two epochs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch.utils.data import Sampler
+
+from utils.data.dataset import SampleKey
+from utils.data.tables import RowTable
+
+ORDER_STREAM = 1 << 40  # keeps the draws of the order apart from those of the samples
+
+
+@dataclass(frozen=True, eq=False)
+class EpochPlan:
+    """Everything that decides the batches of one epoch; weights (N,) draw pictures with replacement."""
+
+    epoch: int = 0
+    is_mosaic: bool = True
+    weights: np.ndarray | None = None
+
+    def is_same(self, other: EpochPlan | None) -> bool:
+        """Whether both give the same batches."""
+        if other is None or (self.epoch, self.is_mosaic) != (other.epoch, other.is_mosaic):
+            return False
+        if self.weights is None or other.weights is None:
+            return self.weights is other.weights
+        return np.array_equal(self.weights, other.weights)
+
+
+class BatchStream(Sampler[list[SampleKey]]):
+    """Lists of SampleKeys, one list per batch: those of `current`, then those of `announced` if there is one.
+
+    group is the number of pictures that belong together; a rest smaller than a group is left out of the epoch.
+    `begun` holds the plans after `current` that the stream has started to hand out.
+    """
+
+    def __init__(
+        self,
+        length: int,
+        batch_size: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = False,
+        group: int = 1,
+    ) -> None:
+        self.length, self.batch_size, self.shuffle = length, batch_size, shuffle
+        self.seed, self.drop_last, self.group = seed % 2**63, drop_last, group
+        self.current = EpochPlan()
+        self.announced: EpochPlan | None = None
+        self.begun: deque[EpochPlan] = deque()
+
+    def __len__(self) -> int:
+        """Batches of one epoch."""
+        usable = self.length // self.group * self.group
+        return usable // self.batch_size if self.drop_last else -(-usable // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[SampleKey]]:
+        self.begun.clear()
+        plan: EpochPlan | None = self.current
+        while plan is not None:
+            yield from self.batches_of(plan)
+            plan, self.announced = self.announced, None
+            if plan is not None:
+                self.begun.append(plan)
+
+    def batches_of(self, plan: EpochPlan) -> Iterator[list[SampleKey]]:
+        """The batches of one epoch."""
+        order = epoch_order(self.length, plan.epoch, seed=self.seed, shuffle=self.shuffle, weights=plan.weights)
+        for number in range(len(self)):
+            chosen = order[: len(order) // self.group * self.group][number * self.batch_size :][: self.batch_size]
+            yield [SampleKey(plan.epoch, index, plan.is_mosaic) for index in chosen.tolist()]
+
+
+def epoch_order(
+    length: int, epoch: int, *, seed: int = 0, shuffle: bool = True, weights: np.ndarray | None = None
+) -> np.ndarray:
+    """Indices (length,) of an epoch: 0, 1, 2, …, or shuffled, or drawn with replacement in proportion to weights."""
+    rng = np.random.default_rng([seed % 2**63, epoch, ORDER_STREAM])
+    if weights is not None:
+        return rng.choice(length, size=length, p=weights / weights.sum())
+    order = np.arange(length)
+    if shuffle:
+        rng.shuffle(order)
+    return order
+
+
+def checked_weights(weights: Sequence[float] | np.ndarray, length: int) -> np.ndarray:
+    """Weights (length,) as float64; all zero means that nothing speaks for any picture: all are drawn evenly.
+
+    Raises ValueError for another length and for values that are negative or not finite.
+    """
+    values = np.asarray(weights, np.float64)
+    if values.shape != (length,):
+        raise ValueError(
+            f"image weights have the shape {values.shape}, expected one number for each of {length} pictures"
+        )
+    if not np.isfinite(values).all() or (values < 0).any():
+        raise ValueError("image weights hold values that are negative or not finite")
+    return values if values.any() else np.ones(length)
+
+
+def class_weights(labels: Sequence[np.ndarray], nc: int) -> np.ndarray:
+    """Weight (nc,) of each class: inverse of its number of objects (at least 1), scaled to the mean 1."""
+    classes = _rows(labels)[:, 0].astype(np.int64)
+    inverse = 1.0 / np.maximum(np.bincount(classes, minlength=nc)[:nc], 1)
+    return inverse / inverse.sum() * nc
+
+
+def image_weights(labels: Sequence[np.ndarray], nc: int, class_weights: np.ndarray) -> np.ndarray:
+    """Weight (N,) of each picture: the weights (nc,) of its objects' classes added up; 0 for backgrounds.
+
+    During training the class weights are those of `class_weights` times (1 - mAP of the class)^2 / nc, so that
+    pictures with weak classes are shown more often.
+    """
+    rows = _rows(labels)
+    lengths = labels.lengths() if isinstance(labels, RowTable) else [len(piece) for piece in labels]
+    owner = np.repeat(np.arange(len(labels)), lengths)
+    weights = np.asarray(class_weights, np.float64)
+    if weights.shape != (nc,):
+        raise ValueError(f"class weights have the shape {weights.shape}, expected ({nc},)")
+    return np.bincount(owner, weights=weights[rows[:, 0].astype(np.int64)], minlength=len(labels))
+
+
+def _rows(labels: Sequence[np.ndarray]) -> np.ndarray:
+    """All label rows (sum n, 5) below each other."""
+    if isinstance(labels, RowTable):
+        return labels.values
+    return np.concatenate([np.zeros((0, 5), np.float32), *labels])

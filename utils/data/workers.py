@@ -1,0 +1,167 @@
+"""Loader processes: how many, with one thread each, and what to tell when one of them dies."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from multiprocessing.process import BaseProcess
+from types import FrameType
+
+from utils.data.batching import Failure
+from utils.data.memory import keep_freed_memory
+from utils.data.shared_memory import memory_figures
+from utils.runtime import worker_limit_threads
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+BUS_ERROR = getattr(signal, "SIGBUS", None)  # missing on Windows, like SIGKILL and SIGCHLD
+CHILD_SIGNAL = getattr(signal, "SIGCHLD", None)
+DEATH_WAIT_S = 1.0
+SHARED_MEMORY_ADVICE = "give the container more shared memory (--shm-size=8g or --ipc=host), or use fewer --workers"
+
+
+class LoaderError(ChildProcessError):
+    """A batch could not be made; the message says why and what to do."""
+
+
+def worker_count(wanted: int, batch_size: int) -> int:
+    """Loader processes to start: no more than usable CPUs and pictures in a batch, none for single pictures.
+
+    A negative number asks for as many as there are CPUs.
+    """
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    limit = min(cpus, batch_size if batch_size > 1 else 0)
+    return limit if wanted < 0 else min(wanted, limit)
+
+
+def init_worker(worker_id: int) -> None:
+    """Set a loader process up: one thread, as parallel work is spread over processes."""
+    worker_limit_threads(worker_id)
+    keep_freed_memory()
+
+
+@contextlib.contextmanager
+def single_threaded_children() -> Iterator[None]:
+    """Processes started inside read 1 as the size of their thread pools; spawned ones load their libraries anew."""
+    before = {name: os.environ.get(name) for name in THREAD_VARIABLES}
+    os.environ.update(dict.fromkeys(THREAD_VARIABLES, "1"))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+class WorkerWatch:
+    """Knows the processes of one loader and turns the death of one into a LoaderError.
+
+    torch reports a dead worker by an exception out of whatever line the main thread is in, perhaps in the middle of
+    writing a checkpoint. Here it comes out of the loader only.
+    """
+
+    def __init__(self) -> None:
+        self.processes: Sequence[BaseProcess] = ()
+
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[None]:
+        """Note the processes that are started inside."""
+        before, handler = set(multiprocessing.active_children()), _child_handler()
+        try:
+            with single_threaded_children():
+                yield
+        finally:
+            _set_child_handler(handler)
+        self.processes = [child for child in multiprocessing.active_children() if child not in before]
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Wait for a worker inside: one that dies, or has died, ends the wait with a LoaderError."""
+        self._check()
+        handler = _child_handler()
+        if self.processes and handler is not None:
+            _set_child_handler(self._on_child_signal)
+        try:
+            yield
+        except LoaderError:
+            raise
+        except (RuntimeError, OSError, EOFError) as error:  # the last two: a batch whose maker is gone already
+            self._wait_for_a_death()
+            self._check(error)
+            reason = f"{type(error).__name__}: {error}"
+            raise LoaderError(f"the loader stopped: {reason} ({memory_figures(self._living())})") from error
+        finally:
+            _set_child_handler(handler)
+
+    def _on_child_signal(self, number: int, frame: FrameType | None) -> None:
+        while frame is not None:
+            if frame.f_code.co_name == "__del__":  # Python would print and forget the error; torch looks again soon
+                return
+            frame = frame.f_back
+        self._check()
+
+    def _wait_for_a_death(self) -> None:
+        """A broken connection may be noticed a moment before the process behind it counts as ended."""
+        ended = multiprocessing.connection.wait([process.sentinel for process in self.processes], timeout=DEATH_WAIT_S)
+        for process in self.processes:
+            if process.sentinel in ended:
+                process.join(DEATH_WAIT_S)
+
+    def _check(self, cause: BaseException | None = None) -> None:
+        for process in self.processes:
+            if process.exitcode is not None:
+                raise LoaderError(
+                    death_message(process.pid or 0, process.exitcode, len(self.processes), self._living())
+                ) from cause
+
+    def _living(self) -> list[int]:
+        return [process.pid for process in self.processes if process.pid and process.exitcode is None]
+
+
+def _child_handler() -> object:
+    """The present handler of the signal for ended children; None where there is none or it cannot be changed."""
+    is_main = threading.current_thread() is threading.main_thread()
+    return signal.getsignal(CHILD_SIGNAL) if CHILD_SIGNAL is not None and is_main else None
+
+
+def _set_child_handler(handler: object) -> None:
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(CHILD_SIGNAL, handler)  # type: ignore[arg-type]
+
+
+def death_message(pid: int, exit_code: int, workers: int, living: Sequence[int] = ()) -> str:
+    """Why a loader process ended and what to type next; a negative exit code is the number of a signal."""
+    fewer = f"--workers {workers // 2} instead of {workers}"
+    figures = memory_figures(living)
+    start = f"a loader process (pid {pid}) has died: "
+    if exit_code == -9:
+        return (
+            f"{start}it was killed from outside (SIGKILL), which is what the system does when main memory runs out. "
+            f"Now: {figures}. Take {fewer}, leave --cache out, or use a smaller --batch"
+        )
+    if BUS_ERROR is not None and exit_code == -BUS_ERROR:
+        return f"{start}bus error, shared memory is full. Now: {figures}. To go on: {SHARED_MEMORY_ADVICE}"
+    if exit_code < 0:
+        with contextlib.suppress(ValueError):
+            start += f"{signal.Signals(-exit_code).name}. "
+        return (
+            f"{start}It crashed or was stopped from outside. Now: {figures}. --workers 0 loads in the main process and "
+            "shows where it happens"
+        )
+    return f"{start}exit code {exit_code}. Now: {figures}. Its own message stands above; --workers 0 shows more"
+
+
+def raise_failure(failure: Failure, worker_pids: Sequence[int] = ()) -> None:
+    """Raise what a worker reported as a LoaderError, with its traceback as the cause."""
+    text = f"{failure.where} could not be prepared: {failure.reason}"
+    if "No space left" in failure.reason or "shared memory" in failure.reason:
+        text += f". Shared memory is full ({memory_figures(worker_pids)}): {SHARED_MEMORY_ADVICE}"
+    elif "MemoryError" in failure.reason or "nsufficient memory" in failure.reason:
+        text += f". Main memory ran out ({memory_figures(worker_pids)}): fewer --workers, no --cache, a smaller --batch"
+    raise LoaderError(text) from RuntimeError(failure.details)

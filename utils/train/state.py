@@ -1,0 +1,63 @@
+"""From a running trainer to a checkpoint and back: everything that a resumed run needs to go on bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+from models.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from utils.train.trainer import Trainer
+
+
+def make_checkpoint(trainer: Trainer, metrics: Mapping[str, float]) -> Checkpoint:
+    """Return the run's state after ``trainer.epoch``; ``metrics`` are that epoch's figures.
+
+    Data order and augmentation follow from (seed, epoch), so no random state has to be kept.
+    """
+    return Checkpoint(
+        kind="training",
+        yaml=trainer.model.yaml,
+        nc=trainer.spec.nc,
+        names=dict(trainer.spec.names),
+        stride=[float(stride) for stride in trainer.model.stride],
+        epoch=trainer.epoch,
+        best_fitness=trainer.best_fitness,
+        model=trainer.model.state_dict(),
+        ema=trainer.ema.ema.state_dict(),
+        updates=trainer.ema.updates,
+        optimizer=trainer.optimizer.state_dict(),
+        scaler=trainer.scaler.state_dict() or None,
+        trainer={
+            "stopper": trainer.stopper.state_dict(),
+            "step_index": trainer.step_index,
+            "closing_epoch": trainer.closing_epoch,
+            "final_epoch": trainer.final_epoch,
+            "class_maps": [float(value) for value in trainer.class_maps],
+        },
+        hyp=trainer.hyp.to_dict(),
+        opt=trainer.recorded_options,
+        date=datetime.now().isoformat(timespec="seconds"),
+        metrics={name: float(value) for name, value in metrics.items()},
+    )
+
+
+def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    """Put optimizer, average, loss scale, early stopping and the run's own plan back to ``checkpoint``."""
+    trainer.optimizer.load_state_dict(checkpoint.optimizer)
+    if checkpoint.ema is not None:
+        trainer.ema.ema.load_state_dict(checkpoint.ema)
+    trainer.ema.updates = checkpoint.updates
+    if checkpoint.scaler and trainer.scaler.is_enabled():
+        trainer.scaler.load_state_dict(checkpoint.scaler)
+    trainer.best_fitness = checkpoint.best_fitness or 0.0
+    state = checkpoint.trainer or {}
+    if "stopper" in state:
+        trainer.stopper.load_state_dict(state["stopper"])
+    trainer.step_index = state.get("step_index", trainer.step_index)
+    if state.get("closing_epoch", -1) >= 0:  # early stopping had begun the closing epochs
+        trainer.closing_epoch, trainer.final_epoch = state["closing_epoch"], state["final_epoch"]
+    if len(state.get("class_maps", ())) == trainer.spec.nc:
+        trainer.class_maps = state["class_maps"]
