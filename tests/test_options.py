@@ -15,8 +15,8 @@ from utils.options import DetectOptions, ExportOptions, Hyp, TrainOptions, ValOp
 UPSTREAM_TRAIN_FLAGS = """
 --weights --cfg --data --hyp --epochs --batch-size --imgsz --img --img-size --rect --resume --nosave --noval
 --noautoanchor --noplots --evolve --bucket --cache --image-weights --device --multi-scale --single-cls
---optimizer --sync-bn --workers --project --name --exist-ok --quad --cos-lr --flat-cos-lr --fixed-lr --label-
-smoothing --patience --freeze --save-period --seed --local_rank --min-items --close-mosaic --entity
+--optimizer --sync-bn --workers --project --name --exist-ok --quad --cos-lr --flat-cos-lr --fixed-lr
+--label-smoothing --patience --freeze --save-period --seed --local_rank --min-items --close-mosaic --entity
 --upload_dataset --bbox_interval --artifact_alias
 """.split()
 UPSTREAM_VAL_FLAGS = """
@@ -80,6 +80,11 @@ def test_training_defaults_users_rely_on() -> None:
         ("--cos-lr --flat-cos-lr", "schedule", "cosine"),
         ("--flat-cos-lr --fixed-lr", "schedule", "flat-cosine"),
         ("--clip-grad inf", "clip_grad", float("inf")),
+        ("--cos-restarts", "schedule", "cosine-restarts"),
+        ("--cos-restarts 5 2 1e-5", "cos_restarts", [5.0, 2.0, 1e-5]),
+        ("--freeze backbone", "freeze", ["backbone"]),
+        ("--grad-checkpoint", "grad_checkpoint", 2),
+        ("--mixup 0.2", "mixup", 0.2),
     ],
 )
 def test_train_flags(line: str, name: str, value: object) -> None:
@@ -100,9 +105,10 @@ def test_validation_abbreviations(line: str) -> None:
     ("line", "word"),
     [
         ("--evolve", "--evolve"),
-        ("--quad", "--quad"),
-        ("--image-weights", "--image-weights"),
-        ("--optimizer LION", "LION"),
+        ("--grad-checkpoint 1", "--grad-checkpoint"),
+        ("--stretch-last-cycle", "--cos-restarts"),
+        ("--cos-restarts 5 2 1e-5 7", "three numbers"),
+        ("--freeze neck", "neck"),
         ("--epochs 0", "--epochs"),
         ("--batch 0", "--batch"),
         ("--img 8", "--img"),
@@ -170,3 +176,10 @@ def test_help_answers_without_heavy_packages(script: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "--weights" in done.stdout
+
+
+def test_options_remember_what_was_typed() -> None:
+    options = TrainOptions.from_cli("--batch 16 --no-amp --epochs 100".split())
+    assert options.given == {"batch_size", "amp", "epochs"}
+    assert TrainOptions(epochs=3).given == frozenset()
+    assert "given" not in options.to_dict()

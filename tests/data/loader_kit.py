@@ -22,11 +22,11 @@ from utils.data.spec import load_data_spec
 HYP = {"mosaic": 0.8, "mixup": 0.3, "hsv_v": 0.4, "scale": 0.5, "translate": 0.1, "fliplr": 0.5}
 
 
-def loader_of(shapes: Path, workers: int = 0, batch_size: int = 5, **options: object) -> EpochLoader:
+def loader_of(shapes: Path, workers: int = 0, batch_size: int = 5, imgsz: int = 64, **options: object) -> EpochLoader:
     """Training loader of the rendered picture set."""
     spec = load_data_spec(shapes)
     settings = {"augment": True, "hyp": HYP, "shuffle": True, "nc": spec.nc, **options}
-    return create_dataloader(spec.train, 64, batch_size, 32, workers=workers, **settings)[0]
+    return create_dataloader(spec.train, imgsz, batch_size, 32, workers=workers, **settings)[0]
 
 
 def fingerprint(batch: Batch) -> str:

@@ -142,7 +142,9 @@ def test_a_script_ends_with_a_sentence_and_a_failure_code(shapes_dataset: Path) 
         [sys.executable, "-c", textwrap.dedent(code)], cwd=REPO_ROOT, capture_output=True, text=True, timeout=60
     )
     assert run.returncode == 1
-    assert re.search(r"ERROR: a loader process \(pid \d+\) has died.*SIGKILL.*--workers 1 instead of 2", run.stdout)
+    assert re.search(
+        r"ERROR: a loader process \(pid \d+\) has died.*SIGKILL.*--workers 1 instead of 2", run.stdout + run.stderr
+    )
     assert "Traceback" not in run.stdout + run.stderr
 
 

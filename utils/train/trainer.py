@@ -205,10 +205,9 @@ class Trainer:
         """Set everything that depends on the epoch: mosaic, data order, training mode."""
         self.epoch = epoch
         options = self.options
-        mosaic = has_mosaic(epoch, options.epochs, options.close_mosaic, options.open_mosaic)
-        if 0 <= self.closing_epoch <= epoch:
-            mosaic = False
-        self.train_loader.set_epoch(epoch, mosaic=mosaic, image_weights=self._image_weights())
+        self.train_loader.set_epoch(epoch, mosaic=self._has_mosaic(epoch), image_weights=self._image_weights())
+        if epoch < self.final_epoch and not options.image_weights:
+            self.train_loader.announce(epoch + 1, mosaic=self._has_mosaic(epoch + 1))
         self.smoothing = smoothing_at(epoch, options.epochs, options.label_smoothing, options.label_smoothing_decay)
         self.model.train()
         keep_batch_norm_still(self.frozen)
@@ -224,8 +223,7 @@ class Trainer:
         for number, (images, targets, paths, _) in enumerate(bar):
             if self.epoch == self.start_epoch and number < PLOTTED_BATCHES and not self.options.noplots:
                 self._plot_batch(number, images, targets, paths)
-            side, items = self.step(images, targets, paths)
-            self.monitor.add_batch(items, images=len(images), wait_s=batches.wait_s - waited_s)
+            side = self.step(images, targets, paths, wait_s=batches.wait_s - waited_s)
             waited_s = batches.wait_s
             if self.monitor.is_due or number == len(self.train_loader) - 1:
                 self.monitor.flush()
@@ -236,16 +234,17 @@ class Trainer:
         self._check_finite([record[f"train/{name}_loss"] for name in ("box", "cls", "dfl")])
         return record
 
-    def step(self, images: Tensor, targets: Tensor, paths: tuple[str, ...]) -> tuple[int, Tensor]:
+    def step(self, images: Tensor, targets: Tensor, paths: tuple[str, ...], *, wait_s: float = 0.0) -> int:
         """Forward and backward of one batch, and an optimizer step when enough batches are pending.
 
         Args:
             images: (B, 3, H, W) uint8, on the device.
             targets: (T, 6) rows image index, class, xywh normalised, on the device.
             paths: names of the images.
+            wait_s: seconds that the batch had to be waited for.
 
         Returns:
-            The longer side of the batch after multi-scale, and the loss items (3,) left on the device.
+            The longer side of the batch after multi-scale.
         """
         plan = self.schedule.at(self.step_index, self.epoch)
         apply_plan(self.optimizer, plan)
@@ -256,11 +255,12 @@ class Trainer:
         if self.options.quad:
             loss = loss * QUAD
         self.scaler.scale(loss).backward()
+        self.monitor.add_batch(items, images=len(images), wait_s=wait_s)
         self.pending.append(paths)
         self.step_index += 1
         if len(self.pending) >= plan.accumulate:
             self.flush_gradients()
-        return max(images.shape[-2:]), items
+        return max(images.shape[-2:])
 
     def flush_gradients(self) -> None:
         """Make an optimizer step from what has been accumulated, if anything; none from gradients not finite.
@@ -370,6 +370,11 @@ class Trainer:
             return images
         size = self._random_size(images.shape[-2:])
         return functional.interpolate(images, size, mode="bilinear", align_corners=False)
+
+    def _has_mosaic(self, epoch: int) -> bool:
+        is_closed = 0 <= self.closing_epoch <= epoch
+        options = self.options
+        return not is_closed and has_mosaic(epoch, options.epochs, options.close_mosaic, options.open_mosaic)
 
     def _image_weights(self) -> np.ndarray | None:
         """Return how often each training image should be drawn: more often where its classes do badly."""
