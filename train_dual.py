@@ -15,12 +15,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Train as the command line says."""
     options = TrainOptions.from_cli(argv)
     # after parsing, so that --help answers without loading torch
+    from utils.train.profiling import profile_training
     from utils.train.trainer import Trainer
 
     if threading.current_thread() is threading.main_thread():
         # ended by the system like by Ctrl+C: the run says how to go on
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-    Trainer(options).fit()
+    if options.profile_loader:
+        profile_training(options)
+    else:
+        Trainer(options).fit()
     return 0
 
 

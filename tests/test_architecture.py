@@ -40,7 +40,7 @@ LEVELS = (
     (r"models\.blocks|utils\.(nms|options|cli|preflight)", 1),
     (r"models\.heads|utils\.data\..*", 2),
     (r"models\.(backend)|utils\.evaluate\.validator|utils\.train\.monitor", 5),
-    (r"utils\.train\.(trainer|setup|state|loaders|autobatch)|utils\.evaluate\.tasks|utils\.deploy\..*", 6),
+    (r"utils\.train\.(trainer|profiling|setup|state|loaders|autobatch)|utils\.evaluate\.tasks|utils\.deploy\..*", 6),
     (r"models\.(checkpoint|safe_reader)", 4),
     (r"models\..*|utils\.train\..*|utils\.evaluate\..*", 3),
     (r"\w+|scripts\..*|bench\..*", 7),

@@ -212,6 +212,7 @@ class TrainOptions(_FromCli):
     grad_checkpoint: int = option(
         0, "keep 1/N of the activations and compute the rest twice, bare = 2; saves memory", nargs="?", const=2
     )
+    profile_loader: bool = option(False, "run a few dozen steps, print where the time goes, save nothing")
     alloc_conf: str = option("", "setting of torch's CUDA allocator; '' lets the program choose")
     deterministic: bool = option(False, "only kernels with repeatable results (slower on CUDA)")
     entity: str = option("", "accepted without effect")

@@ -355,3 +355,16 @@ def test_a_checkpoint_outside_a_run_folder_is_not_resumed(make_options: MakeOpti
     copied.write_bytes((run_folder(options) / "weights" / "last.pt").read_bytes())
     with pytest.raises(ValueError, match="weights/last.pt"):
         Trainer(TrainOptions(resume=str(copied)))
+
+
+def test_profiling_prints_the_parts_of_a_step_and_saves_nothing(
+    make_options: MakeOptions, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from utils.train.profiling import profile_training
+
+    monkeypatch.setattr(trainer_module.LOGGER, "propagate", True)
+    options = make_options(batch_size=3, profile_loader=True)
+    assert profile_training(options)
+    for part in ("forward", "backward", "loss"):
+        assert part in caplog.text
+    assert not Path(options.project).exists()

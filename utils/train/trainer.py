@@ -197,6 +197,7 @@ class Trainer:
             raise
         finally:
             self.monitor.close()
+            self.train_loader.close()
         hours = (time.perf_counter() - started) / 3600
         LOGGER.info(f"\n{self.epoch - self.start_epoch + 1} epochs completed in {hours:.3f} hours")
         return self.finish() or result
@@ -248,7 +249,7 @@ class Trainer:
         """
         plan = self.schedule.at(self.step_index, self.epoch)
         apply_plan(self.optimizer, plan)
-        images = self._prepare(images)
+        images = self.prepare(images)
         with autocast(self.device, self.amp_dtype):
             predictions = self.model(images)
         loss, items = self.loss_fn(predictions, targets, label_smoothing=self.smoothing)
@@ -361,7 +362,7 @@ class Trainer:
 
     # --- parts of a step ----------------------------------------------------------------------------------------
 
-    def _prepare(self, images: Tensor) -> Tensor:
+    def prepare(self, images: Tensor) -> Tensor:
         """Turn uint8 images into floats from 0 to 1, at a random size with ``--multi-scale``."""
         if self.device.type == "cuda":
             images = images.contiguous(memory_format=torch.channels_last)

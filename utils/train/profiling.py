@@ -1,0 +1,56 @@
+"""``--profile-loader``: some steps of a real training, timed part by part, in a folder that is thrown away."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+
+from torch import Tensor
+
+from utils.data.batching import Batch
+from utils.options import TrainOptions
+from utils.runtime import autocast
+from utils.train.probe import Diagnosis, StepParts, print_profile, profile_loader
+from utils.train.trainer import Trainer
+
+
+def profile_training(options: TrainOptions) -> list[Diagnosis]:
+    """Run a few dozen steps of the training that ``options`` describe; print a table and advice, and return that."""
+    with tempfile.TemporaryDirectory(prefix="yolov9-profile-") as folder:
+        trainer = Trainer(replace(options, project=folder, noplots=True, epochs=max(options.epochs, 2)))
+        trainer.begin_epoch(0)
+        trainer.train_loader.set_epoch(0)
+        try:
+            profile = profile_loader(
+                trainer.train_loader, step_parts(trainer), trainer.device, workers=trainer.train_loader.num_workers
+            )
+        finally:
+            trainer.monitor.close()
+            trainer.train_loader.close()
+            trainer.lock = None
+    return print_profile(profile, trainer.device)
+
+
+def step_parts(trainer: Trainer) -> StepParts:
+    """Cut the trainer's step into its parts; an optimizer step follows every batch."""
+
+    def copy(batch: Batch) -> tuple[Tensor, Tensor]:
+        images, targets = (tensor.to(trainer.device, non_blocking=True) for tensor in batch[:2])
+        return trainer.prepare(images), targets
+
+    def forward(inputs: tuple[Tensor, Tensor]) -> object:
+        with autocast(trainer.device, trainer.amp_dtype):
+            return trainer.model(inputs[0])
+
+    def backward(loss: Tensor) -> None:
+        trainer.scaler.scale(loss).backward()
+        trainer.pending.append(())
+
+    return StepParts(
+        copy=copy,
+        forward=forward,
+        loss=lambda predictions, inputs: trainer.loss_fn(predictions, inputs[1])[0],
+        backward=backward,
+        optimise=trainer.flush_gradients,
+        count=lambda batch: len(batch[0]),
+    )
