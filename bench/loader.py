@@ -36,7 +36,7 @@ from utils.options import Hyp
 
 # Stages of a sample and the functions they consist of; whatever is not listed is "other".
 STAGES = {
-    "read and decode": ("imread_bgr",),
+    "read and decode": ("imread_bgr", "read_jpeg_part"),
     "resize, letterbox": ("resize_long_side", "letterbox"),
     "mosaic": ("mosaic4", "draw_window", "cut_window", "mosaic_labels"),
     "copy-paste": ("copy_paste", "choose_copies", "paste_copies"),

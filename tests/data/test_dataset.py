@@ -15,6 +15,7 @@ from utils.data import dataset as dataset_module
 from utils.data import ram_cache
 from utils.data.dataset import LoadImagesAndLabels, SampleKey
 from utils.data.images import letterbox
+from utils.data.mosaic_view import Window
 
 PLACES = {"translate": 0.1, "scale": 0.3, "fliplr": 0.5, "flipud": 0.5}  # moves pixels, leaves colours alone
 
@@ -200,7 +201,7 @@ def test_fast_samples_are_those_of_the_plain_way(tmp_path: Path, name: str, mosa
     fast, plain = (
         LoadImagesAndLabels(images, 96, augment=True, hyp={**SETTINGS[name], "mosaic": mosaic}) for _ in "12"
     )
-    plain.is_fast = False
+    plain.is_fast, fast.is_exact = False, True
     labels, far = 0, []
     for epoch in range(8):
         for index in range(4):
@@ -221,6 +222,58 @@ def test_tiles_out_of_sight_are_not_read(images: Path, monkeypatch: pytest.Monke
         for index in range(6):
             data[(epoch, index, True)]
     assert 0.7 * 480 < len(reads) < 0.95 * 480  # of 4 x 20 x 6
+
+
+def smooth_set(folder: Path, suffix: str = ".jpg") -> Path:
+    """Pictures without fine detail whose long side is 96; some sides cannot be divided by 4 or 2."""
+    noise, files = np.random.default_rng(0), {}
+    for i, (width, height) in enumerate([(96, 72), (71, 96), (96, 96), (96, 53)]):
+        picture = cv2.resize(noise.integers(60, 200, (3, 4, 3), dtype=np.uint8), (width, height))
+        files[f"{i}{suffix}"] = (picture, label_text())
+    return write_set(folder, files)
+
+
+@pytest.mark.parametrize("suffix", [".jpg", ".png"])
+def test_shrunk_mosaics_look_like_warped_ones(tmp_path: Path, suffix: str) -> None:
+    hyp = {"mosaic": 1.0, "scale": 0.9, "translate": 0.1, "degrees": 5}
+    data, exact = (LoadImagesAndLabels(smooth_set(tmp_path, suffix), 96, augment=True, hyp=hyp) for _ in "12")
+    exact.is_exact = True
+    changed = 0
+    for epoch in range(60):
+        one, two = data[(epoch, epoch % 4, True)], exact[(epoch, epoch % 4, True)]
+        assert torch.equal(one[1], two[1])
+        difference = (one[0].int() - two[0].int()).abs().float()
+        changed += bool(difference.any())
+        assert difference.mean() < 1.5
+        assert (difference > 20).float().mean() < 0.02  # along the borders
+    assert 5 <= changed <= 30
+
+
+@pytest.mark.parametrize("options", [{}, {"copy_paste": 0.7}])
+def test_parts_of_jpegs_give_the_same_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, float]
+) -> None:
+    """Reading only the rows that are seen changes no bit, and neither does leaving pictures out that are not seen."""
+    hyp = {"mosaic": 1.0, "scale": 0.9, "translate": 0.1, "hsv_v": 0.4, "mixup": 0.3, "fliplr": 0.5, **options}
+    data = LoadImagesAndLabels(smooth_set(tmp_path), 96, augment=True, hyp=hyp)
+    data.is_exact = True
+    keys = [(epoch, index, True) for epoch in range(15) for index in range(4)]
+    parts, whole_part = [], dataset_module.read_jpeg_part
+
+    def counted(*arguments: object) -> np.ndarray | None:
+        parts.append(whole_part(*arguments))
+        return parts[-1]
+
+    monkeypatch.setattr(dataset_module, "read_jpeg_part", counted)
+    samples = [data[key] for key in keys]
+    assert len(parts) > 20
+    assert all(part is not None for part in parts)
+    monkeypatch.setattr(dataset_module, "read_jpeg_part", lambda *_: None)
+    monkeypatch.setattr(Window, "shows", lambda *_: True)
+    for sample, key in zip(samples, keys, strict=True):
+        expected = data[key]
+        assert torch.equal(sample[0], expected[0])
+        assert torch.equal(sample[1], expected[1])
 
 
 # ---------------------------------------------------------------------------------------------------- kept pictures

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -368,3 +370,30 @@ def test_profiling_prints_the_parts_of_a_step_and_saves_nothing(
     for part in ("forward", "backward", "loss"):
         assert part in caplog.text
     assert not Path(options.project).exists()
+
+
+def test_the_name_cfg_stands_for_the_models(make_options: MakeOptions) -> None:
+    assert Trainer(make_options(name="cfg")).save_dir.name == "tiny"
+
+
+def save_again_and_again(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    from models.checkpoint import Checkpoint, save_checkpoint
+
+    for epoch in range(10_000):
+        save_checkpoint(path, Checkpoint(model=tensors, epoch=epoch))
+
+
+def test_a_checkpoint_opens_whenever_the_process_that_writes_it_is_killed(tmp_path: Path) -> None:
+    path = tmp_path / "last.pt"
+    tensors = {f"model.{index}.weight": torch.randn(64, 64) for index in range(40)}
+    generator = np.random.default_rng(0)
+    context = multiprocessing.get_context("fork")
+    for _ in range(20):
+        writer = context.Process(target=save_again_and_again, args=(path, tensors))
+        writer.start()
+        time.sleep(float(generator.uniform(0.02, 0.15)))
+        writer.kill()
+        writer.join()
+        if path.exists():
+            assert torch.equal(load_checkpoint(path).model["model.39.weight"], tensors["model.39.weight"])
+    assert path.exists()

@@ -86,25 +86,6 @@ def augment_hsv(
     cv2.cvtColor(hsv, cv2.COLOR_HSV2BGR, dst=im)
 
 
-def rgb_planes(image: np.ndarray, factors: np.ndarray | None = None) -> np.ndarray:
-    """Planes (3, H, W) RGB of a picture (H, W, 3) BGR or (H, W, 4) BGR and filling, its colours changed by factors.
-
-    The same pixels as `augment_hsv` followed by a reordering of the channels. The tables are applied to single planes,
-    for which OpenCV needs half the time.
-    """
-    planes = np.empty((3, *image.shape[:2]), np.uint8)
-    if factors is None:
-        cv2.split(cv2.cvtColor(image, cv2.COLOR_BGR2RGB), list(planes))
-        return planes
-    hsv = cv2.cvtColor(image, cv2.COLOR_BGR2HSV)
-    cv2.split(hsv, list(planes))
-    for plane, table in zip(planes, hsv_tables(factors), strict=True):
-        cv2.LUT(plane, table[None], dst=plane)
-    cv2.merge(list(planes), hsv)
-    cv2.split(cv2.cvtColor(hsv, cv2.COLOR_HSV2RGB), list(planes))
-    return planes
-
-
 def flip_labels(labels_xywhn: np.ndarray, *, vertical: bool) -> None:
     """Mirror normalised labels (n, 5) in place: y -> 1 - y if vertical, else x -> 1 - x."""
     column = 2 if vertical else 1

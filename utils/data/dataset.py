@@ -33,15 +33,25 @@ from utils.data.augment import (
     mosaic4,
     mosaic_labels,
     paste_copies,
-    rgb_planes,
     to_pixels,
     warp_targets,
 )
+from utils.data.colour import rgb_planes
 from utils.data.disk_cache import DiskCache
 from utils.data.images import FILL, ImageError, fitted_size, imread_bgr, letterbox, resize_long_side
+from utils.data.jpeg_part import decoded_rows, read_jpeg_part
 from utils.data.labels import rectangle_points
 from utils.data.mosaic_cache import Mosaic, MosaicCache
-from utils.data.mosaic_view import Window, cut_window, draw_window, visible_window, warp_window
+from utils.data.mosaic_view import (
+    Window,
+    cut_window,
+    draw_window,
+    shrink_of,
+    shrunk_view,
+    visible_window,
+    warp_window,
+)
+from utils.data.pictures import Part, Picture, Unread, shrunk_part
 from utils.data.ram_cache import RamCache
 from utils.data.scan import ScanResult, printable, scan_dataset
 from utils.data.tables import RowTable, TextTable
@@ -62,27 +72,6 @@ class SampleKey(NamedTuple):
     is_mosaic: bool = True
 
 
-class Picture(NamedTuple):
-    """A loaded picture (BGR, long side img_size), its size on disk (height, width), and the index whose labels fit."""
-
-    image: np.ndarray
-    original: tuple[int, int]
-    index: int
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Width and height as loaded."""
-        return self.image.shape[1], self.image.shape[0]
-
-
-class Unread(NamedTuple):
-    """A picture whose pixels nobody will see: its (width, height) as it would be loaded, and its index."""
-
-    size: tuple[int, int]
-    index: int
-    image: None = None
-
-
 class LoadImagesAndLabels(Dataset):
     """Pictures with labels for training or validation.
 
@@ -92,7 +81,8 @@ class LoadImagesAndLabels(Dataset):
 
     cache 'ram' or 'disk' keeps decoded pictures, mosaic_cache N prepares N mosaics; both below cache_dir where on disk.
     With image_weights the sampler repeats pictures, so that rect has no effect. `is_fast = False` draws every mosaic in
-    full before it is warped, which gives the same samples but for rounding.
+    full before it is warped, which gives the same samples but for rounding. Mosaics that are warped to half their size
+    or less are drawn smaller from the start, and so better filtered; `is_exact = True` has them drawn like the others.
     """
 
     def __init__(
@@ -119,7 +109,8 @@ class LoadImagesAndLabels(Dataset):
     ) -> None:
         mode = cache_mode(cache_images if cache is None else cache)
         rect = rect and not image_weights
-        self.img_size, self.augment, self.rect, self.is_fast = img_size, augment, rect, True
+        self.img_size, self.augment, self.rect = img_size, augment, rect
+        self.is_fast, self.is_exact = True, False
         self.stride, self.pad, self.seed, self.prefix = stride, pad, seed % 2**63, prefix
         self.settings = AugmentSettings.from_hyp(hyp) if augment else AugmentSettings()
         self.report: ScanResult = scan_dataset(path, prefix=prefix, nc=None if single_cls else nc)
@@ -248,23 +239,62 @@ class LoadImagesAndLabels(Dataset):
     ) -> tuple[np.ndarray, np.ndarray]:
         """Draw and warp only what is seen of a mosaic; all of it where objects are to be copied across."""
         matrix, window = self._view(draws)
-        pictures: list[Picture | Unread] = []
-        for position, index in enumerate(indices):
-            size = fitted_size(*self.shapes[index].tolist(), self.img_size)
-            is_seen = window.shows(position, *size, centre, 2 * self.img_size)
-            pictures.append(self._load(index, rng) if is_seen else Unread(size, index))
+        side, may_copy = 2 * self.img_size, self._may_copy()
+        is_whole = may_copy or self.is_exact or bool(self.settings.perspective)
+        shrink = 1 if is_whole else shrink_of(matrix, side)
+        pictures = self._load_seen(indices, centre, window, shrink, rng, is_cut=not may_copy)
         sizes = [picture.size for picture in pictures]
-        rows = self._rows_of_all([picture.index for picture in pictures])
-        labels, segments = mosaic_labels(sizes, rows, centre, self.img_size)
-        chosen = choose_copies(labels, segments, 2 * self.img_size, self.settings.copy_paste, rng=rng)
+        rows_of_all = self._rows_of_all([picture.index for picture in pictures])
+        labels, segments = mosaic_labels(sizes, rows_of_all, centre, self.img_size)
+        chosen = choose_copies(labels, segments, side, self.settings.copy_paste, rng=rng)
         if len(chosen):
             whole = [self._load(p.index, rng) if isinstance(p, Unread) else p for p in pictures]
-            canvas = mosaic4([(p.image, *part) for p, part in zip(whole, rows, strict=True)], centre, self.img_size)[0]
-            canvas, labels, segments = paste_copies(canvas, labels, segments, chosen)
-            drawn = cut_window(canvas, window)
-        else:
-            drawn = draw_window([picture.image for picture in pictures], centre, 2 * self.img_size, window)
-        return self._warp_drawn(drawn, window, matrix, draws, labels, segments)
+            tiles = [(p.image, *part) for p, part in zip(whole, rows_of_all, strict=True)]
+            canvas, *copied = paste_copies(mosaic4(tiles, centre, self.img_size)[0], labels, segments, chosen)
+            return self._warp_drawn(cut_window(canvas, window), window, matrix, draws, *copied)
+        view, place = (matrix, centre) if shrink == 1 else shrunk_view(matrix, centre, shrink)
+        window = window if shrink == 1 else visible_window(view, side // shrink, self.img_size)
+        drawn = draw_window([picture.image for picture in pictures], place, side // shrink, window)
+        image = warp_window(drawn, window, view, self.img_size, is_projective=bool(self.settings.perspective))
+        return image, self._warp_targets(matrix, draws, labels, segments)
+
+    def _load_seen(
+        self,
+        indices: Sequence[int],
+        centre: tuple[int, int],
+        window: Window,
+        shrink: int,
+        rng: np.random.Generator,
+        *,
+        is_cut: bool,
+    ) -> list[Picture | Part | Unread]:
+        """The four pictures of a mosaic as far as the window shows them; is_cut allows to leave lower rows out."""
+        pictures: list[Picture | Part | Unread] = []
+        for position, index in enumerate(indices):
+            size = fitted_size(*self.shapes[index].tolist(), self.img_size)
+            if not window.shows(position, *size, centre, 2 * self.img_size):
+                pictures.append(Unread(size, index))
+                continue
+            rows = min(window.y2 - centre[1], size[1]) if position >= 2 and is_cut else size[1]
+            part = self._load_part(index, size, rows, shrink) or self._load(index, rng)
+            pictures.append(shrunk_part(part, position, shrink) if shrink > 1 else part)
+        return pictures
+
+    def _may_copy(self) -> bool:
+        """Whether objects may be copied across a mosaic, which takes all of it: of any set that has polygons."""
+        return bool(self.settings.copy_paste) and len(self._scan.points.values) > 0
+
+    def _load_part(self, index: int, size: tuple[int, int], rows: int, shrink: int) -> Part | None:
+        """The first rows of a picture, or a shrunk one, where that takes less than reading all of it; else None."""
+        is_kept = self._pictures is not None and self._pictures.get(index) is not None
+        is_all = shrink == 1 and decoded_rows(rows, size[1]) >= size[1]
+        if is_all or is_kept or self._broken[index] or tuple(self.shapes[index].tolist()) != size:
+            return None
+        try:
+            image = read_jpeg_part(self.im_files[index], size, rows, shrink)
+        except (OSError, MemoryError):
+            return None  # the attempt to read all of it reports what is wrong
+        return None if image is None else Part(image, size, index)
 
     def _warp_prepared(self, mosaic: Mosaic, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         draws = self._draw_affine(rng)
@@ -292,9 +322,14 @@ class LoadImagesAndLabels(Dataset):
         labels: np.ndarray,
         segments: Sequence[np.ndarray],
     ) -> tuple[np.ndarray, np.ndarray]:
-        size, is_projective = self.img_size, bool(self.settings.perspective)
-        image = warp_window(drawn, window, matrix, size, is_projective=is_projective)
-        return image, warp_targets(labels, segments, matrix, draws.scale, (size, size), is_projective=is_projective)
+        image = warp_window(drawn, window, matrix, self.img_size, is_projective=bool(self.settings.perspective))
+        return image, self._warp_targets(matrix, draws, labels, segments)
+
+    def _warp_targets(
+        self, matrix: np.ndarray, draws: AffineDraws, labels: np.ndarray, segments: Sequence[np.ndarray]
+    ) -> np.ndarray:
+        shape, is_projective = (self.img_size, self.img_size), bool(self.settings.perspective)
+        return warp_targets(labels, segments, matrix, draws.scale, shape, is_projective=is_projective)
 
     def _build_mosaic(self, indices: Sequence[int], rng: np.random.Generator) -> Mosaic:
         """Draw a mosaic to be kept."""

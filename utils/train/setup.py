@@ -106,6 +106,12 @@ def options_from_mapping(mapping: dict[str, Any]) -> TrainOptions:
     return TrainOptions(**{key: value for key, value in mapping.items() if key in known})
 
 
+def run_path(options: TrainOptions) -> Path:
+    """Return the folder that ``--project`` and ``--name`` mean; the name ``cfg`` stands for the model's."""
+    name = Path(options.cfg or options.weights).stem if options.name == "cfg" else options.name
+    return Path(options.project) / name
+
+
 def load_data(options: TrainOptions) -> DataSpec:
     """Read the data-set YAML; with ``--single-cls`` all its classes become one called ``item``."""
     spec = load_data_spec(options.data)

@@ -21,7 +21,7 @@ from utils.data.sampling import class_weights, image_weights
 from utils.evaluate.metrics import fitness
 from utils.evaluate.validator import Validator, ValResult
 from utils.files import atomic_write, increment_path, lock_folder, write_yaml
-from utils.log import LOGGER, progress
+from utils.log import LOGGER, CountedWarnings, progress
 from utils.options import Hyp, TrainOptions
 from utils.preflight import apply_alloc_conf, preflight
 from utils.runtime import autocast, check_img_size, init_seeds, limit_threads, select_device
@@ -41,11 +41,13 @@ from utils.train.setup import (
     load_data,
     make_schedule,
     prepare_run,
+    run_path,
 )
 from utils.train.state import make_checkpoint, restore
 from utils.train.stopping import EarlyStopping
 from utils.train.throughput import device_peak_tflops
 
+SHOWN_NAMES = 8  # of images in a warning
 MAX_SKIPPED = 30  # optimizer steps in a row; a loss scale that settles needs fewer
 PLOTTED_BATCHES = 3
 QUAD = 4  # a quad batch holds a quarter of the images, each worth four
@@ -70,9 +72,7 @@ class Trainer:
         self._set_up_model(resume)
         self._set_up_data()
         self._set_up_optimizer(resume)
-        self.save_dir = resume_folder or increment_path(
-            Path(self.options.project) / self.options.name, self.options.exist_ok, mkdir=True
-        )
+        self.save_dir = resume_folder or increment_path(run_path(self.options), self.options.exist_ok, mkdir=True)
         self._set_up_records(resume)
 
     # --- set up -------------------------------------------------------------------------------------------------
@@ -121,6 +121,7 @@ class Trainer:
         self.step_index = self.start_epoch * len(self.train_loader)
         self.pending: list[tuple[str, ...]] = []  # file names of the batches whose gradients wait for a step
         self.skipped_in_a_row = 0
+        self.warnings = CountedWarnings()
         self.closing_epoch = -1  # first of the closing epochs that early stopping asked for, -1 = none
         self.final_epoch = self.options.epochs - 1
         self.class_maps: Sequence[float] = [0.0] * self.spec.nc
@@ -196,6 +197,7 @@ class Trainer:
             self._say_how_to_go_on()
             raise
         finally:
+            self.warnings.summarise()
             self.monitor.close()
             self.train_loader.close()
         hours = (time.perf_counter() - started) / 3600
@@ -386,8 +388,12 @@ class Trainer:
 
     def _note_skipped_step(self) -> None:
         self.skipped_in_a_row += 1
-        names = ", ".join(Path(path).name for batch in self.pending for path in batch)
-        LOGGER.debug(f"gradients not finite, step skipped; images: {names}")
+        files = [Path(path).name for batch in self.pending for path in batch]
+        names = ", ".join(files[:SHOWN_NAMES]) + (f" and {len(files) - SHOWN_NAMES} more" * (len(files) > SHOWN_NAMES))
+        usual = (
+            "; usual in the first steps of fp16" if self.scaler.is_enabled() and self.ema.updates < MAX_SKIPPED else ""
+        )
+        self.warnings.warn("optimizer steps skipped", f"gradients not finite, step skipped{usual}; images: {names}")
         if self.skipped_in_a_row < MAX_SKIPPED:
             return
         raise FloatingPointError(
