@@ -10,4 +10,6 @@ say "style: ruff"
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
 say "tests: pytest"
-exec "$PYTHON" -m pytest -q --durations=15 "$@"
+# One process per core with one thread each: two processes with two threads would wait for each other.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+exec "$PYTHON" -m pytest -q --durations=15 -n "$(nproc)" --dist loadfile "$@"
