@@ -12,4 +12,4 @@ say "style: ruff"
 say "tests: pytest"
 # One process per core with one thread each: two processes with two threads would wait for each other.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-exec "$PYTHON" -m pytest -q --durations=15 -n "$(nproc)" --dist loadfile "$@"
+exec "$PYTHON" -m pytest -q --durations=15 -n "$(env -u OMP_NUM_THREADS nproc)" --dist loadfile "$@"
