@@ -137,10 +137,20 @@ def test_hidden_labels_change_the_drawing(tmp_path: Path) -> None:
     write_picture(tmp_path / "a.png", picture(192, 128, (40, 60, 120, 100)))
     images = [
         cv2.imread(str(detect(tmp_path, tmp_path / "a.png", **options).save_dir / "a.png"))
-        for options in ({}, {"hide_conf": True}, {"hide_labels": True}, {"line_thickness": 1})
+        for options in ({}, {"hide_conf": True}, {"hide_labels": True})
     ]
-    assert len({image.tobytes() for image in images}) == 4
+    assert len({image.tobytes() for image in images}) == 3
     assert np.array_equal(images[2][:50], picture(192, 128, (40, 60, 120, 100))[:50])  # no strip above the box
+
+
+def test_lines_are_thinner_on_small_pictures_unless_a_thickness_was_typed() -> None:
+    typed = DetectOptions.from_cli(["--line-thickness", "3"])
+    widths = {}
+    for name, options in (("default", DetectOptions()), ("typed", typed)):
+        detector = Detector.__new__(Detector)
+        detector.options = options
+        widths[name] = [detector._line_width(np.zeros((side, side, 3), np.uint8)) for side in (64, 320, 480, 2000)]
+    assert widths == {"default": [1, 2, 3, 3], "typed": [3, 3, 3, 3]}
 
 
 def test_structure_of_folders_is_kept(tmp_path: Path) -> None:
@@ -463,7 +473,7 @@ def test_exit_status_of_the_script(tmp_path: Path, weights: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "DISPLAY"}
     for source, message in ((tmp_path / "bad.jpg", "empty file"), (tmp_path / "gone.jpg", "does not exist")):
         done = subprocess.run([*arguments, str(source)], capture_output=True, text=True, cwd=tmp_path, env=environment)
-        assert done.returncode == 1 and message in done.stdout, done.stdout + done.stderr
+        assert done.returncode == 1 and message in done.stdout + done.stderr, done.stdout + done.stderr
         assert "Traceback" not in done.stderr
 
 

@@ -125,9 +125,14 @@ class WorkerWatch:
 
 
 def _child_handler() -> object:
-    """The present handler of the signal for ended children; None where there is none or it cannot be changed."""
-    is_main = threading.current_thread() is threading.main_thread()
-    return signal.getsignal(CHILD_SIGNAL) if CHILD_SIGNAL is not None and is_main else None
+    """The present handler of the signal for ended children; None where there is none or it cannot be changed.
+
+    One that torch has left behind counts as the system's own: it would raise in any line of the main thread.
+    """
+    if CHILD_SIGNAL is None or threading.current_thread() is not threading.main_thread():
+        return None
+    handler = signal.getsignal(CHILD_SIGNAL)
+    return signal.SIG_DFL if str(getattr(handler, "__module__", "")).startswith("torch.utils.data") else handler
 
 
 def _set_child_handler(handler: object) -> None:
