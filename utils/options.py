@@ -250,6 +250,8 @@ class TrainOptions(_FromCli):
             raise ValueError(f"--grad-checkpoint {self.grad_checkpoint}: expected a number from 2 on, or 0 for off")
         if self.cos_restarts is not None and len(self.cos_restarts) > 3:
             raise ValueError(f"--cos-restarts {self.cos_restarts}: expected at most three numbers: T_0 T_mult eta_min")
+        if self.mosaic_cache and self.rect:
+            raise ValueError(f"--mosaic-cache {self.mosaic_cache}: --rect makes no mosaics; leave one of the two out")
         if self.stretch_last_cycle and self.cos_restarts is None:
             raise ValueError("--stretch-last-cycle belongs to --cos-restarts; add that")
 

@@ -92,6 +92,20 @@ def test_only_changed_pictures_are_redone(pictures: Pictures) -> None:
     assert len(list(pictures.folder.rglob(f"*{PIXELS}"))) == 1  # shards without a living entry are gone
 
 
+def test_pictures_that_swap_their_names_are_redone_although_size_and_time_are_equal(pictures: Pictures) -> None:
+    first, second, parked = (Path(name) for name in (*pictures.files[:2], pictures.files[0] + ".parked"))
+    size = max(first.stat().st_size, second.stat().st_size) + 8
+    for path in (first, second):
+        path.write_bytes(path.read_bytes().ljust(size, b"\0"))  # bytes behind a picture's end mean nothing
+        os.utime(path, ns=(1, 777))
+    pictures.fill()
+    first.rename(parked)
+    second.rename(first)
+    parked.rename(second)
+    pictures.fill()
+    assert pictures.decoded == [0, 1]
+
+
 def test_other_sizes_and_equal_stems_keep_apart(pictures: Pictures) -> None:
     pictures.fill(64)
     assert_right(pictures, pictures.fill(48))

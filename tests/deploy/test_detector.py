@@ -21,7 +21,7 @@ from models.graph import DetectionModel
 from tests.deploy.fakes import BOX, NAMES, ColourBackend, picture, read_video, write_picture, write_video
 from utils.data.frames import Frame, Unreadable
 from utils.deploy import detector as detector_module
-from utils.deploy.detector import DetectionSummary, Detector, batched, count_text, display_problem
+from utils.deploy.detector import DetectionSummary, Detector, batched, count_text, display_problem, line_width
 from utils.deploy.exporter import export
 from utils.log import LOGGER
 from utils.options import DetectOptions, ExportOptions
@@ -145,12 +145,9 @@ def test_hidden_labels_change_the_drawing(tmp_path: Path) -> None:
 
 def test_lines_are_thinner_on_small_pictures_unless_a_thickness_was_typed() -> None:
     typed = DetectOptions.from_cli(["--line-thickness", "3"])
-    widths = {}
-    for name, options in (("default", DetectOptions()), ("typed", typed)):
-        detector = Detector.__new__(Detector)
-        detector.options = options
-        widths[name] = [detector._line_width(np.zeros((side, side, 3), np.uint8)) for side in (64, 320, 480, 2000)]
-    assert widths == {"default": [1, 2, 3, 3], "typed": [3, 3, 3, 3]}
+    pictures = [np.zeros((side, side, 3), np.uint8) for side in (64, 320, 480, 2000)]
+    assert [line_width(DetectOptions(), image) for image in pictures] == [1, 2, 3, 3]
+    assert [line_width(typed, image) for image in pictures] == [3, 3, 3, 3]
 
 
 def test_structure_of_folders_is_kept(tmp_path: Path) -> None:

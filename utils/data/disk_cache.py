@@ -40,7 +40,11 @@ PIXELS, INDEX, PARTIAL = ".pixels", ".index.npz", ".partial"
 
 
 class Stamp(NamedTuple):
-    """Size in bytes and time of change of a picture file; -1 where there is none."""
+    """Size in bytes and times of a picture file; -1 where there is none.
+
+    Two times are added up: that of the content, and that of the entry, which also changes when another file of the same
+    size and time takes the name.
+    """
 
     size: int
     time_ns: int
@@ -52,7 +56,7 @@ class Stamp(NamedTuple):
             status = os.stat(path)
         except OSError:
             return cls(-1, -1)
-        return cls(status.st_size, status.st_mtime_ns)
+        return cls(status.st_size, status.st_mtime_ns + status.st_ctime_ns)
 
 
 def cache_root(cache_dir: str | Path = "") -> Path:

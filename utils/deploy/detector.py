@@ -220,6 +220,12 @@ class Detector:
                 yield from batched(frames, len(frames))
 
 
+def line_width(options: DetectOptions, image_bgr: np.ndarray) -> int:
+    """Return the thickness that was typed; the default is thinner on small pictures, which labels would cover."""
+    width = options.line_thickness
+    return width if "line_thickness" in options.given else min(width, max(1, min(image_bgr.shape[:2]) // 150))
+
+
 class _Pipeline:
     """From a batch of frames to files and lines."""
 
@@ -292,11 +298,6 @@ class _Pipeline:
             torch.cuda.synchronize(self.model.device)
         return time.perf_counter()
 
-    def _line_width(self, image_bgr: np.ndarray) -> int:
-        """Return what was typed; the default is thinner on small pictures, which labels would cover otherwise."""
-        width = self.options.line_thickness
-        return width if "line_thickness" in self.options.given else min(width, max(1, min(image_bgr.shape[:2]) // 150))
-
     def _write(self, frame: Frame, detections: np.ndarray) -> None:
         options = self.options
         annotated = None
@@ -305,7 +306,7 @@ class _Pipeline:
                 frame.image_bgr.copy(),
                 detections,
                 self.model.names,
-                line_width=self._line_width(frame.image_bgr),
+                line_width=line_width(options, frame.image_bgr),
                 hide_labels=options.hide_labels,
                 hide_conf=options.hide_conf,
             )

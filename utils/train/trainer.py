@@ -178,8 +178,9 @@ class Trainer:
     def fit(self) -> ValResult:
         """Run all epochs and return the final validation of the best weights."""
         options, started = self.options, time.perf_counter()
+        mosaic = 0.0 if options.rect else self.hyp.mosaic  # rectangular batches hold whole pictures
         LOGGER.info(
-            describe_mosaic(options.epochs, options.close_mosaic, options.open_mosaic, self.hyp.mosaic)
+            describe_mosaic(options.epochs, options.close_mosaic, options.open_mosaic, mosaic)
             + f"\nImages {self.imgsz} px, {self.train_loader.num_workers} workers, results in {self.save_dir}"
             + f"\nTraining for {options.epochs - self.start_epoch} epochs"
         )
