@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import struct
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -127,6 +129,15 @@ def test_replaced_picture_is_seen(tmp_path: Path) -> None:
     assert scan_dataset(images).shapes[1].tolist() == [48, 32]
 
 
+def inside_a_member(cache: Path, data: bytes) -> int:
+    """Return the position of a byte in the middle of what the cache holds, not in the archive's own headers."""
+    with zipfile.ZipFile(cache) as archive:
+        member = max(archive.infolist(), key=lambda info: info.compress_size)
+    start = member.header_offset
+    name_length, extra_length = struct.unpack("<HH", data[start + 26 : start + 30])
+    return start + 30 + name_length + extra_length + member.compress_size // 2
+
+
 @pytest.mark.parametrize(
     "damage", [b"", b"PK\x03\x04 rubbish", bytes(2000), b"\x93NUMPY\x01\x00v\x00{'descr'", "cut", "bit"]
 )
@@ -135,7 +146,7 @@ def test_damaged_cache_is_replaced(tmp_path: Path, damage: bytes | str, messages
     wanted = scan_dataset(images).counts
     cache = tmp_path / "labels" / "train.scan.cache"
     data = bytearray(cache.read_bytes())
-    data[len(data) // 3] ^= 4
+    data[inside_a_member(cache, data)] ^= 4
     cache.write_bytes(damage if isinstance(damage, bytes) else bytes(data) if damage == "bit" else data[:-200])
     messages.clear()
     assert scan_dataset(images).counts == wanted
