@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from models.checkpoint import load_checkpoint
+from scripts.make_shapes import make_shapes
 from tests.reference.tiny import tiny_dual
 from utils.files import read_yaml
 from utils.options import TrainOptions
@@ -397,3 +398,16 @@ def test_a_checkpoint_opens_whenever_the_process_that_writes_it_is_killed(tmp_pa
         if path.exists():
             assert torch.equal(load_checkpoint(path).model["model.39.weight"], tensors["model.39.weight"])
     assert path.exists()
+
+
+def test_validation_pictures_that_vanish_are_named(
+    make_options: MakeOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = make_shapes(tmp_path / "shapes", {"train": 8, "val": 4, "test": 1}, size=64, seed=1, num_classes=3)
+    monkeypatch.setattr(trainer_module.LOGGER, "propagate", True)
+    trainer = Trainer(make_options(data=str(data), epochs=2))
+    next(iter((data.parent / "images" / "val").iterdir())).unlink()
+    trainer.fit()
+    warnings = {record.message for record in caplog.records if "could not be read any more" in record.message}
+    assert len(warnings) == 1
+    assert "val: 1 of 4 pictures" in warnings.pop()

@@ -27,6 +27,7 @@ SHOWN_CLASSES = 20  # classes in the table of the terminal; the JSON holds all
 SHOWN_KINDS = 6  # kinds of problems in that table
 SHEET_CELLS, SHEET_CELL_SIDE, CAPTION_HEIGHT = 16, 320, 18
 LINE_TYPE = cv2.LINE_AA
+SHOWN_FILES = 5  # names in a warning
 
 
 def write_data_report(
@@ -55,6 +56,20 @@ def write_data_report(
     except (OSError, ValueError, MemoryError, cv2.error) as error:
         LOGGER.warning(f"data report not written to {folder}: {error}")
     return path
+
+
+def say_unread(paths: Sequence[str], total: int, prefix: str = "", *, known: int = 0) -> int:
+    """Warn when more than ``known`` pictures could not be read since the scan; return their number.
+
+    Such a picture takes no part: in training another one stands in for it, in validation its objects are not measured.
+    """
+    if len(paths) > known:
+        named = ", ".join(paths[:SHOWN_FILES]) + (" …" if len(paths) > SHOWN_FILES else "")
+        LOGGER.warning(
+            f"{prefix}{len(paths)} of {total} pictures could not be read any more and take no part: {named}. "
+            "Figures from before and after do not compare"
+        )
+    return len(paths)
 
 
 def describe(scan: ScanResult, names: Mapping[int, str], imgsz: int, *, single_cls: bool = False) -> dict[str, object]:

@@ -13,7 +13,7 @@ import torch
 from models.backend import DetectMultiBackend
 from utils.data.dataset import LoadImagesAndLabels
 from utils.data.loader import EpochLoader, create_dataloader
-from utils.data.report import write_data_report
+from utils.data.report import say_unread, write_data_report
 from utils.data.spec import SPLITS, DataSpec, load_data_spec
 from utils.evaluate.plots import plot_study
 from utils.evaluate.validator import Validator, ValResult
@@ -70,6 +70,7 @@ def validate(options: ValOptions, weights: str) -> ValResult:
     validator = _make_validator(options, spec, loader, save_dir, device, _use_half(options, model, device))
     model.warmup((model.batch_size or 1, 3, imgsz, imgsz))
     result = validator.run(model)
+    say_unread(dataset.broken_files(), len(dataset))
     prepared, inferred, suppressed = result.speed_ms
     times = f"{prepared:.1f}ms pre-process, {inferred:.1f}ms inference, {suppressed:.1f}ms NMS"
     LOGGER.info(f"Speed: {times} per image at shape {(batch_size, 3, imgsz, imgsz)}\nResults saved to {save_dir}")

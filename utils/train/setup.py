@@ -15,7 +15,7 @@ from utils.data.spec import DataSpec, load_data_spec
 from utils.files import find_file
 from utils.log import LOGGER
 from utils.options import YAML_SUFFIXES, Hyp, TrainOptions
-from utils.train.schedule import Restarts, Schedule, accumulation, describe_restarts, warmup_steps
+from utils.train.schedule import NOMINAL_BATCH, Restarts, Schedule, accumulation, describe_restarts, warmup_steps
 
 SHOWN_KEYS = 5  # of the entries that the starting weights do not fill
 MIN_SHARE, LOW_SHARE = 0.1, 0.5  # of the model's entries that starting weights should fill
@@ -251,3 +251,14 @@ def amp_dtype(device: torch.device, options: TrainOptions) -> torch.dtype | None
     if not options.amp or device.type != "cuda":
         return None
     return torch.bfloat16 if options.amp_dtype == "bf16" else torch.float16
+
+
+def memory_advice(device: torch.device, batch_size: int, imgsz: int) -> str:
+    """Return what to say when the GPU's memory is full: figures, and what to change."""
+    free, total = torch.cuda.mem_get_info(device)
+    return (
+        f"the GPU's memory is full: batch {batch_size} at {imgsz} px, "
+        f"{torch.cuda.max_memory_allocated(device) / 1e9:.1f} GB used by this run at most, "
+        f"{free / 1e9:.1f} of {total / 1e9:.1f} GB free. Try --batch {max(batch_size // 2, 1)} (gradients are summed "
+        f"over {NOMINAL_BATCH} images anyway), --grad-checkpoint, a smaller --img, or --batch -1"
+    )

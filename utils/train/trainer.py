@@ -16,7 +16,7 @@ from torch.nn import functional
 from models.checkpoint import Checkpoint, build_model, load_checkpoint, save_checkpoint, strip_optimizer
 from models.flops import flops
 from utils.data.prefetch import DevicePrefetcher
-from utils.data.report import write_data_report
+from utils.data.report import say_unread, write_data_report
 from utils.data.sampling import class_weights, image_weights
 from utils.evaluate.metrics import fitness
 from utils.evaluate.validator import Validator, ValResult
@@ -40,6 +40,7 @@ from utils.train.setup import (
     keep_batch_norm_still,
     load_data,
     make_schedule,
+    memory_advice,
     prepare_run,
     run_path,
 )
@@ -125,6 +126,7 @@ class Trainer:
         self.closing_epoch = -1  # first of the closing epochs that early stopping asked for, -1 = none
         self.final_epoch = self.options.epochs - 1
         self.class_maps: Sequence[float] = [0.0] * self.spec.nc
+        self.unread = 0  # validation pictures that could not be read since the scan
         self.trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         if resume is not None:
             restore(self, resume)
@@ -193,7 +195,7 @@ class Trainer:
                 if is_done:
                     break
         except torch.cuda.OutOfMemoryError as error:
-            raise MemoryError(self._memory_advice()) from error
+            raise MemoryError(memory_advice(self.device, self.batch_size, self.imgsz)) from error
         except KeyboardInterrupt:
             self._say_how_to_go_on()
             raise
@@ -300,6 +302,7 @@ class Trainer:
             is_best = score > self.best_fitness or not self.has_best
             self.best_fitness = max(score, self.best_fitness)
             self._check_finite(result.losses, "validation")
+            self.unread = say_unread(self.val_set.broken_files(), len(self.val_set), "val: ", known=self.unread)
             record.update(_validation_columns(result))
         is_done = self.epoch >= self.final_epoch
         if is_stopped and not is_done:
@@ -337,6 +340,7 @@ class Trainer:
 
     def finish(self) -> ValResult | None:
         """Strip the best checkpoint, validate it with all plots, draw the curves. last.pt stays resumable."""
+        say_unread(self.train_set.broken_files(), len(self.train_set), "train: ")
         result = None
         if self.has_best:
             strip_optimizer(self.best)
@@ -422,15 +426,6 @@ class Trainer:
         from utils.evaluate.plots import plot_images
 
         plot_images(images, targets, paths, self.save_dir / f"train_batch{number}.jpg", self.spec.names)
-
-    def _memory_advice(self) -> str:
-        free, total = torch.cuda.mem_get_info(self.device)
-        return (
-            f"the GPU's memory is full: batch {self.batch_size} at {self.imgsz} px, "
-            f"{torch.cuda.max_memory_allocated(self.device) / 1e9:.1f} GB used by this run at most, "
-            f"{free / 1e9:.1f} of {total / 1e9:.1f} GB free. Try --batch {max(self.batch_size // 2, 1)} (gradients are "
-            f"collected over {NOMINAL_BATCH} images anyway), a smaller --img, or --batch -1"
-        )
 
     def _check_finite(self, losses: Sequence[float], kind: str = "training") -> None:
         if not all(math.isfinite(loss) for loss in losses):
