@@ -6,7 +6,6 @@ is absent; the rules themselves are tested on generated files in the other modul
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from utils.data.images import imread_bgr
 from utils.data.loader import create_dataloader
 from utils.data.scan import scan_dataset
 from utils.data.spec import load_data_spec
-from utils.log import LOGGER
 from utils.options import Hyp
 
 PICTURES = load_cases("dirty/expected.json")
@@ -144,15 +142,6 @@ WORDS = {
     "coco/names_dup.yaml": "used more than once: red",
     "coco/txt_missing.yaml": "file is not there",
 }
-
-
-@pytest.fixture
-def messages(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """All log messages of a test."""
-    seen: list[str] = []
-    monkeypatch.setattr(LOGGER, "handle", lambda record: seen.append(record.getMessage()))
-    LOGGER.setLevel(logging.INFO)
-    return seen
 
 
 @pytest.mark.parametrize("case", DATA_FILES, ids=case_name)

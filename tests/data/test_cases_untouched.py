@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +24,6 @@ from utils.data.dataset import LoadImagesAndLabels
 from utils.data.scan import scan_dataset
 from utils.data.scan_cache import SUFFIX
 from utils.files import write_yaml
-from utils.log import LOGGER
 from utils.options import TrainOptions
 from utils.train.trainer import Trainer
 
@@ -38,15 +36,6 @@ def user_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
     folder = tmp_path_factory.mktemp("user-cache")
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
     return folder
-
-
-@pytest.fixture
-def messages(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """All log messages of a test."""
-    seen: list[str] = []
-    monkeypatch.setattr(LOGGER, "handle", lambda record: seen.append(record.getMessage()))
-    LOGGER.setLevel(logging.INFO)
-    return seen
 
 
 def write_files(root: Path, names: dict[int, str] = NAMES) -> Path:

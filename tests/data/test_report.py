@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 
 import cv2
@@ -23,18 +22,8 @@ from utils.data.report import (
     write_data_report,
 )
 from utils.data.scan import ScanResult, scan_dataset
-from utils.log import LOGGER
 
 NAMES = {0: "red", 1: "green", 2: "blue", 3: "黄"}
-
-
-@pytest.fixture
-def messages(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """All log messages of a test."""
-    seen: list[str] = []
-    monkeypatch.setattr(LOGGER, "handle", lambda record: seen.append(record.getMessage()))
-    LOGGER.setLevel(logging.INFO)
-    return seen
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import struct
 import subprocess
@@ -21,18 +20,8 @@ from utils.data.filesystem import Mount, mount_of, network_mount, parse_mounts
 from utils.data.scan import check_classes, printable, require_objects, scan_dataset
 from utils.data.scan_cache import FORMAT_VERSION, Stamp
 from utils.data.spec import load_data_spec
-from utils.log import LOGGER
 
 REPO_ROOT = Path(scan_module.__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def messages(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """All log messages of a test."""
-    seen: list[str] = []
-    monkeypatch.setattr(LOGGER, "handle", lambda record: seen.append(record.getMessage()))
-    LOGGER.setLevel(logging.INFO)
-    return seen
 
 
 @pytest.fixture(autouse=True)

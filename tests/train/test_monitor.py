@@ -15,12 +15,10 @@ from utils.train.monitor import (
     EXTRA_COLUMNS,
     MONITOR_COLUMNS,
     RESULT_COLUMNS,
-    GradientLog,
     Monitor,
     MonitorSetup,
     MonitorTable,
     ResultsTable,
-    RunningMean,
     TensorBoardWriter,
     progress_header,
     progress_line,
@@ -30,26 +28,6 @@ from utils.train.monitor import (
 from utils.train.readings import MACHINE_COLUMNS, DeviceSums
 
 CPU = torch.device("cpu")
-
-
-def test_running_mean() -> None:
-    mean = RunningMean(2, torch.device("cpu"))
-    assert mean.values() == [0.0, 0.0]
-    for values in ([1.0, 4.0], [3.0, 8.0]):
-        mean.add(torch.tensor(values))
-    assert mean.values() == [2.0, 6.0]
-
-
-def test_gradient_log_counts_clipped_and_non_finite_steps() -> None:
-    log = GradientLog(10.0)
-    for norm in (2.0, 30.0, float("inf"), 4.0, float("nan")):
-        log.add(torch.tensor(norm))
-    summary = log.summary()
-    assert summary["train/grad_norm"] == pytest.approx(12.0)
-    assert summary["train/grad_norm_max"] == 30.0
-    assert summary["train/clipped"] == pytest.approx(1 / 3)
-    assert summary["train/skipped"] == 2.0
-    assert GradientLog(10.0).summary()["train/grad_norm"] == 0.0
 
 
 def test_results_table_keeps_upstreams_columns_first(tmp_path: Path) -> None:

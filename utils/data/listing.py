@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -57,7 +57,7 @@ def list_images(paths: str | Path | Sequence[str | Path]) -> ImageList:
     for source in sources:
         path = os.path.abspath(source)
         if os.path.isdir(path):
-            names += _walk(path, result)
+            names += _pictures_below(path, result)
         elif not os.path.isfile(path):
             raise FileNotFoundError(f"{path}: no such folder, list file or picture")
         elif _suffix(path) in IMAGE_SUFFIXES:
@@ -77,12 +77,13 @@ def _suffix(name: str) -> str:
     return os.path.splitext(name)[1].lower()
 
 
-def _walk(root: str, result: ImageList) -> list[str]:
-    """Picture files below a folder; every real folder is entered once, folders that are links come last."""
-    found: list[str] = []
+def walk_files(root: str, on_unreadable: Callable[[str, OSError], object]) -> Iterator[os.DirEntry[str]]:
+    """Files below a folder, without those of systems; each real folder is entered once, linked folders come last.
+
+    A folder that cannot be read is passed to on_unreadable, and the walk goes on.
+    """
     visited: set[str] = set()
-    pending = [root]
-    links: list[str] = []
+    pending, links = [root], []
     while pending or links:
         folder = pending.pop() if pending else links.pop(0)
         real = os.path.realpath(folder)
@@ -92,14 +93,23 @@ def _walk(root: str, result: ImageList) -> list[str]:
         try:
             entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
         except OSError as error:
-            result.left_out.append((folder, f"folder cannot be read: {error.strerror}"))
+            on_unreadable(folder, error)
             continue
         for entry in entries:
             if entry.is_dir():
                 if entry.name != "__MACOSX":
                     (links if entry.is_symlink() else pending).append(entry.path)
             elif not is_system_file(entry.name):
-                _sort_file(entry.name, entry.path, found, result)
+                yield entry
+
+
+def _pictures_below(root: str, result: ImageList) -> list[str]:
+    def leave_out(folder: str, error: OSError) -> None:
+        result.left_out.append((folder, f"folder cannot be read: {error.strerror}"))
+
+    found: list[str] = []
+    for entry in walk_files(root, leave_out):
+        _sort_file(entry.name, entry.path, found, result)
     return found
 
 

@@ -26,7 +26,7 @@ from utils.data.frames import Frame, Unreadable, VideoFile, to_network
 from utils.data.headers import image_kind
 from utils.data.images import IMAGE_SUFFIXES, imread_bgr
 from utils.data.labels import decode_text, split_lines
-from utils.data.listing import is_system_file
+from utils.data.listing import is_system_file, walk_files
 from utils.data.streams import LoadStreams, without_password
 from utils.log import LOGGER
 
@@ -92,23 +92,12 @@ class Source:
 
     def add_folder(self, folder: Path, root: Path | None) -> None:
         """Take up the files of a folder and its sub-folders, each real folder once, linked folders last."""
-        pending, links, visited = [folder], [], set()
-        while pending or links:
-            current = pending.pop() if pending else links.pop(0)
-            real = os.path.realpath(current)
-            if real in visited:
-                continue
-            visited.add(real)
-            try:
-                entries = sorted(os.scandir(current), key=lambda entry: entry.name)
-            except OSError as error:
-                self.missing.append((str(current), f"folder cannot be read ({error.strerror})"))
-                continue
-            for entry in entries:
-                if entry.is_dir() and entry.name != "__MACOSX":
-                    (links if entry.is_symlink() else pending).append(Path(entry.path))
-                elif not entry.is_dir() and not is_system_file(entry.name):
-                    self.add_file(Path(entry.path), root)
+
+        def note(unreadable: str, error: OSError) -> None:
+            self.missing.append((unreadable, f"folder cannot be read ({error.strerror})"))
+
+        for entry in walk_files(str(folder), note):
+            self.add_file(Path(entry.path), root)
 
     def add_address(self, address: str) -> None:
         """Download a picture or video; everything else behind an address is a stream."""

@@ -80,7 +80,6 @@ class DetectionLoss:
         targets: Tensor,
         *,
         label_smoothing: float | None = None,
-        max_objects: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Compute the loss of a batch.
 
@@ -92,8 +91,6 @@ class DetectionLoss:
             label_smoothing: share of each foreground score that is spread over both outcomes of every class: the
                 assigned class aims at q(1 - s/2), the others at q s/2. The background stays as it is: its many
                 anchors would drown everything else.
-            max_objects: accepted for callers that count the objects of the fullest image; nothing is padded here,
-                so that the number is not needed.
 
         Returns:
             The scalar to differentiate, which is the sum of the terms times the batch size, and the three terms

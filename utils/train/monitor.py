@@ -1,7 +1,7 @@
 """What a run shows while it trains: running means, monitor.csv, results.csv, TensorBoard, the progress line.
 
 Sums are kept on the device. Nothing here waits for it except :meth:`Monitor.flush` (one transfer every few steps, which
-also makes the clock read beside it meaningful) and ``RunningMean.values``.
+also makes the clock read beside it meaningful).
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from utils.train.gpu_sampler import GpuSampler, summarise, utilisation_map
 from utils.train.health import HealthCheck, HealthyRanges
 from utils.train.readings import (
     EXTRA_COLUMNS,
-    GRADIENT_COLUMNS,
     LOSS_NAMES,
     MONITOR_COLUMNS,
     RESULT_COLUMNS,
@@ -37,50 +36,6 @@ HEADER = ("Epoch", "GPU_mem", *LOSS_NAMES, "Instances", "Size", "data_wait", "im
 HEAT_MAP_EPOCHS = 100  # the last ones: enough to see a trend, small enough for a browser
 GB = 1e9
 Item = TypeVar("Item")
-
-
-class RunningMean:
-    """Mean of equally shaped tensors, accumulated where they live."""
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        self.total = torch.zeros(size, device=device)
-        self.count = 0
-
-    def add(self, values: Tensor) -> None:
-        """Add one observation of shape (size,)."""
-        self.total += values.detach().float()
-        self.count += 1
-
-    def values(self) -> list[float]:
-        """Return the means; waits for the device."""
-        return (self.total / max(self.count, 1)).tolist()
-
-
-class GradientLog:
-    """Raw gradient norms of an epoch's optimizer steps, and how many were clipped or skipped."""
-
-    def __init__(self, limit: float) -> None:
-        self.limit = limit
-        self.norms: list[Tensor] = []
-
-    def add(self, norm: Tensor) -> None:
-        """Record the norm of one optimizer step before clipping; a 0-d tensor, left on its device."""
-        self.norms.append(norm.detach())
-
-    def summary(self) -> dict[str, float]:
-        """Return mean and maximum of the finite norms, the clipped share, and the number of non-finite ones."""
-        if not self.norms:
-            return dict.fromkeys(GRADIENT_COLUMNS, 0.0)
-        norms = torch.stack(self.norms).float().cpu()
-        finite = norms[torch.isfinite(norms)]
-        has_any = finite.numel() > 0
-        values = (
-            finite.mean().item() if has_any else float("nan"),
-            finite.max().item() if has_any else float("nan"),
-            (finite > self.limit).float().mean().item() if has_any else 0.0,
-            float(norms.numel() - finite.numel()),
-        )
-        return dict(zip(GRADIENT_COLUMNS, values, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)

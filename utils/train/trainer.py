@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -102,13 +103,17 @@ class Trainer:
         (self.train_loader, self.train_set), (self.val_loader, self.val_set) = make_loaders(
             options, self.hyp, self.spec, imgsz=self.imgsz, batch_size=self.batch_size, stride=self.stride
         )
-        self.validator = Validator(
+        self.validator = self._make_validator()
+
+    def _make_validator(self, **outputs: Any) -> Validator:
+        return Validator(
             self.val_loader,
             names=self.spec.names,
             device=self.device,
             half=self.amp_dtype is not None,
-            single_cls=options.single_cls,
+            single_cls=self.options.single_cls,
             loss_fn=self.loss_fn,
+            **outputs,
         )
 
     def _set_up_optimizer(self, resume: Checkpoint | None) -> None:
@@ -346,17 +351,8 @@ class Trainer:
             strip_optimizer(self.best)
             LOGGER.info(f"\nValidating {self.best}")
             model = build_model(load_checkpoint(self.best)).to(self.device).eval().fuse()
-            result = Validator(
-                self.val_loader,
-                names=self.spec.names,
-                device=self.device,
-                half=self.amp_dtype is not None,
-                single_cls=self.options.single_cls,
-                loss_fn=self.loss_fn,
-                save_dir=self.save_dir,
-                plots=not self.options.noplots,
-                verbose=True,
-            ).run(model)
+            final = self._make_validator(save_dir=self.save_dir, plots=not self.options.noplots, verbose=True)
+            result = final.run(model)
         if not self.options.noplots:
             from utils.evaluate.plots import plot_results
             from utils.evaluate.run_plots import plot_run
