@@ -37,7 +37,7 @@ REEXPORTS = {
 # Imports point downwards or stay on a level; the first pattern that fits a module gives its level.
 LEVELS = (
     (r"utils\.(log|files|runtime|boxes|anchors)|models\.upstream|(models|utils)(\.\w+)?\.__init__", 0),
-    (r"models\.blocks|utils\.(nms|options|cli|preflight)", 1),
+    (r"models\.blocks|utils\.(nms|cli|preflight|options(\.\w+)?)", 1),
     (r"models\.heads|utils\.data\..*", 2),
     (r"models\.(backend)|utils\.evaluate\.validator|utils\.train\.monitor", 5),
     (r"utils\.train\.(trainer|profiling|setup|state|loaders|autobatch)|utils\.evaluate\.tasks|utils\.deploy\..*", 6),

@@ -1,0 +1,58 @@
+"""Options of ``detect_dual.py``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from utils.cli import option
+from utils.options.base import FromCli, height_width
+
+
+@dataclass(kw_only=True)
+class DetectOptions(FromCli):
+    """Options of ``detect_dual.py``."""
+
+    description = "Find objects in pictures and videos."
+
+    weights: list = option(["yolo.pt"], "weights: .pt, .torchscript or .onnx", nargs="+", type=str)
+    source: str = option(
+        "data/images", "picture, video, folder, pattern with *, .txt list, stream address or camera number"
+    )
+    data: str = option("", "data set YAML with class names, for weights that carry none")
+    imgsz: list = option(
+        [640], "image side, or height and width, in pixels", "--img", "--img-size", nargs="+", type=int
+    )
+    conf_thres: float = option(0.25, "lowest confidence shown", "--conf")
+    iou_thres: float = option(0.45, "IoU above which NMS removes a box", "--iou")
+    max_det: int = option(1000, "detections kept per image")
+    device: str = option("", "'' = GPU if there is one, else CPU; or cpu, 0, 1, …, mps")
+    view_img: bool = option(False, "show results in a window")
+    save_txt: bool = option(False, "write label files")
+    save_conf: bool = option(False, "with --save-txt: confidence as sixth column")
+    save_crop: bool = option(False, "write each detection as a picture of its own")
+    nosave: bool = option(False, "write no annotated pictures and videos")
+    classes: Any = option(None, "only these class numbers", nargs="+", type=int)
+    agnostic_nms: bool = option(False, "NMS across classes")
+    augment: bool = option(False, "test-time augmentation")
+    visualize: bool = option(False, "write the feature maps of every layer")
+    update: bool = option(False, "not available")
+    project: str = option("runs/detect", "folder that collects runs")
+    name: str = option("exp", "name of the run's folder")
+    exist_ok: bool = option(False, "use the run's folder even if it exists")
+    line_thickness: int = option(3, "thickness of boxes in pixels")
+    hide_labels: bool = option(False, "draw boxes without names")
+    hide_conf: bool = option(False, "draw names without confidence")
+    half: bool = option(False, "float16 inference on CUDA")
+    dnn: bool = option(False, "run ONNX files with OpenCV's DNN module")
+    vid_stride: int = option(1, "use every N-th frame of a video")
+    batch_size: int = option(1, "frames per step", "--batch")
+
+    def __post_init__(self) -> None:
+        self.check_at_least(max_det=1, line_thickness=1, vid_stride=1, batch_size=1)
+        self.check_fractions("conf_thres", "iou_thres")
+        self.weights = [self.weights] if isinstance(self.weights, (str, Path)) else list(self.weights)
+        self.imgsz = height_width(self.imgsz)
+        if self.update:
+            raise ValueError("--update would change the weights file; use models.checkpoint.strip_optimizer on a copy")

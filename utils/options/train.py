@@ -1,0 +1,157 @@
+"""Options of ``train_dual.py``."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import Any
+
+from utils.cli import option
+from utils.files import find_file
+from utils.options.base import FromCli
+from utils.options.hyp import Hyp
+
+YAML_SUFFIXES = (".yaml", ".yml")
+AMP_DTYPES = ("fp16", "bf16")
+BOOLEAN = argparse.BooleanOptionalAction
+OVERRIDES = ("mosaic", "mixup", "copy_paste")  # hyper-parameters that have a flag of their own
+
+
+def layer_word(text: str) -> int | str:
+    """Read a word behind ``--freeze``: a layer number or ``backbone``."""
+    return text if text == "backbone" else int(text)
+
+
+@dataclass(kw_only=True)
+class TrainOptions(FromCli):
+    """Options of ``train_dual.py``."""
+
+    description = "Train a YOLOv9 or GELAN detector on one device."
+
+    weights: str = option("", "starting weights (.pt); '' trains from scratch")
+    cfg: str = option("", "model YAML (yolov9-s.yaml, models/detect/gelan-c.yaml); '' takes it from the weights")
+    data: str = option("data/coco.yaml", "data set YAML")
+    hyp: str = option("hyp/hyp.scratch-high.yaml", "hyper-parameter YAML, a path or a bare name")
+    epochs: int = option(100, "number of epochs")
+    batch_size: int = option(16, "images per step; -1 finds the largest that fits the GPU", "--batch")
+    imgsz: int = option(640, "image side for training and validation in pixels", "--img", "--img-size")
+    rect: bool = option(False, "rectangular batches: no shuffling, no mosaic")
+    resume: Any = option(False, "continue the newest run, or the given last.pt", nargs="?", const=True, type=str)
+    nosave: bool = option(False, "write checkpoints after the last epoch only")
+    noval: bool = option(False, "validate after the last epoch only")
+    noautoanchor: bool = option(False, "accepted without effect (the model has no anchors)")
+    noplots: bool = option(False, "write no plots")
+    evolve: Any = option(None, "not available", nargs="?", const=300, type=int)
+    bucket: str = option("", "accepted without effect")
+    cache: Any = option(
+        None,
+        "keep decoded images: ram (when given bare), disk, or val (validation set only, in memory)",
+        nargs="?",
+        const="ram",
+        type=str,
+    )
+    cache_dir: str = option("", "folder of the disk cache; '' = the user's cache folder")
+    mosaic_cache: int = option(0, "prepare N mosaics once and draw from them; 0 = make each anew")
+    image_weights: bool = option(False, "show images with weak classes more often")
+    device: str = option("", "'' = GPU if there is one, else CPU; or cpu, 0, 1, …, mps")
+    multi_scale: bool = option(False, "another image side for every batch, 0.5 to 1.5 times --img")
+    single_cls: bool = option(False, "treat all classes as one")
+    optimizer: str = option("SGD", "optimizer", choices=("SGD", "Adam", "AdamW", "LION"))
+    sync_bn: bool = option(False, "accepted without effect (one device)")
+    workers: int = option(8, "loader processes, at most one per core")
+    project: str = option("runs/train", "folder that collects runs")
+    name: str = option("exp", "name of the run's folder")
+    exist_ok: bool = option(False, "use the run's folder even if it exists")
+    quad: bool = option(False, "train on 2x2 tilings: a quarter of the batch at twice the size")
+    cos_lr: bool = option(False, "cosine learning rate")
+    flat_cos_lr: bool = option(False, "constant learning rate for the first half, then cosine")
+    fixed_lr: bool = option(False, "constant learning rate")
+    cos_restarts: Any = option(
+        None, "cosine with warm restarts: T_0 T_mult eta_min, bare = 5 2 1e-5", nargs="*", type=float
+    )
+    stretch_last_cycle: bool = option(False, "with --cos-restarts: let the run end at eta_min")
+    label_smoothing: float = option(0.0, "share taken from the target class of foreground anchors")
+    label_smoothing_decay: str = option("none", "course of the smoothing over the epochs", choices=("none", "linear"))
+    patience: int = option(100, "stop after this many epochs without a better fitness; 0 = never")
+    freeze: list = option(
+        [0], "N: layers 0 to N-1; several numbers: these layers; or the word backbone", nargs="+", type=layer_word
+    )
+    save_period: int = option(-1, "also keep a checkpoint every N epochs; -1 = never")
+    seed: int = option(0, "seed of weights, data order and augmentation")
+    local_rank: int = option(-1, "accepted without effect (one device)", "--local_rank")
+    min_items: int = option(0, "leave out training images with fewer boxes")
+    close_mosaic: int = option(0, "no mosaic in the last N epochs")
+    open_mosaic: int = option(0, "no mosaic in the first N epochs")
+    mosaic: float = option(-1.0, "override the hyper-parameter mosaic (probability); -1 keeps it")
+    mixup: float = option(-1.0, "override the hyper-parameter mixup; -1 keeps it")
+    copy_paste: float = option(-1.0, "override the hyper-parameter copy_paste; -1 keeps it", "--copy_paste")
+    amp: bool = option(True, "mixed precision on CUDA", action=BOOLEAN)
+    amp_dtype: str = option(
+        "fp16", "number type of mixed precision: fp16 (with loss scaling) or bf16", choices=AMP_DTYPES
+    )
+    clip_grad: float = option(10.0, "limit of the gradient norm; inf = off")
+    accumulate: int = option(0, "batches per optimizer step; 0 = as many as make 64 images")
+    grad_checkpoint: int = option(
+        0, "keep 1/N of the activations and compute the rest twice, bare = 2; saves memory", nargs="?", const=2
+    )
+    profile_loader: bool = option(False, "run a few dozen steps, print where the time goes, save nothing")
+    alloc_conf: str = option("", "setting of torch's CUDA allocator; '' lets the program choose")
+    deterministic: bool = option(False, "only kernels with repeatable results (slower on CUDA)")
+    entity: str = option("", "accepted without effect")
+    upload_dataset: str = option("", "accepted without effect", "--upload_dataset", nargs="?", const="val")
+    bbox_interval: int = option(-1, "accepted without effect", "--bbox_interval")
+    artifact_alias: str = option("latest", "accepted without effect", "--artifact_alias")
+
+    def __post_init__(self) -> None:
+        self._refuse_unavailable()
+        self.check_at_least(
+            epochs=1, workers=-1, patience=0, min_items=0, close_mosaic=0, open_mosaic=0, accumulate=0, mosaic_cache=0
+        )
+        if self.imgsz < 32:
+            raise ValueError(f"--img {self.imgsz}: should be at least 32 pixels, 640 is usual")
+        if self.batch_size < 1 and self.batch_size != -1:
+            raise ValueError(f"--batch {self.batch_size}: should be at least 1, or -1 for automatic")
+        if not self.clip_grad > 0:
+            raise ValueError(f"--clip-grad {self.clip_grad}: should be above 0; inf switches clipping off")
+        self.check_fractions("label_smoothing")
+        for name in OVERRIDES:
+            if getattr(self, name) != -1.0:
+                self.check_fractions(name)
+        if self.freeze != ["backbone"] and any(isinstance(layer, str) or layer < 0 for layer in self.freeze):
+            raise ValueError(
+                f"--freeze {' '.join(map(str, self.freeze))}: expected layer numbers from 0 on, or the word backbone; "
+                "--freeze 10 freezes the first ten layers"
+            )
+        if self.cache not in (None, "ram", "disk", "val"):
+            raise ValueError(f"--cache {self.cache}: expected ram, disk or val")
+
+    def _refuse_unavailable(self) -> None:
+        if self.evolve is not None:
+            raise ValueError("--evolve is not available in this version; leave it out")
+        if self.grad_checkpoint not in (0, *range(2, 100)):
+            raise ValueError(f"--grad-checkpoint {self.grad_checkpoint}: expected a number from 2 on, or 0 for off")
+        if self.cos_restarts is not None and len(self.cos_restarts) > 3:
+            raise ValueError(f"--cos-restarts {self.cos_restarts}: expected at most three numbers: T_0 T_mult eta_min")
+        if self.mosaic_cache and self.rect:
+            raise ValueError(f"--mosaic-cache {self.mosaic_cache}: --rect makes no mosaics; leave one of the two out")
+        if self.stretch_last_cycle and self.cos_restarts is None:
+            raise ValueError("--stretch-last-cycle belongs to --cos-restarts; add that")
+
+    @property
+    def schedule(self) -> str:
+        """Name of the learning-rate schedule; of several flags the first wins, as upstream."""
+        chosen = {
+            "cosine-restarts": self.cos_restarts is not None,
+            "cosine": self.cos_lr,
+            "flat-cosine": self.flat_cos_lr,
+            "fixed": self.fixed_lr,
+        }
+        return next((name for name, is_given in chosen.items() if is_given), "linear")
+
+    def load_hyp(self) -> Hyp:
+        """Read the hyper-parameter file and apply ``--mosaic``, ``--mixup`` and ``--copy-paste``."""
+        hyp = Hyp.from_yaml(find_file(self.hyp, roots=("hyp", "data", "models", "utils"), suffixes=YAML_SUFFIXES))
+        for name in OVERRIDES:
+            if getattr(self, name) != -1.0:
+                setattr(hyp, name, getattr(self, name))
+        return hyp
