@@ -202,24 +202,40 @@ def test_gradients_left_at_the_end_of_an_epoch_are_used(make_options: MakeOption
     assert any(not torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
 
 
+def spoil_gradients(trainer: Trainer) -> None:
+    for parameter in trainer.update.trainable:
+        parameter.grad = torch.full_like(parameter, float("nan"))
+
+
 def test_a_step_with_gradients_that_are_not_finite_changes_nothing(make_options: MakeOptions) -> None:
     trainer = Trainer(make_options(epochs=1))
     trainer.begin_epoch(0)
     trainer.step_index = 1000
     before = {name: value.clone() for name, value in trainer.model.named_parameters()}
-    for parameter in trainer.trainable:
-        parameter.grad = torch.full_like(parameter, float("nan"))
+    spoil_gradients(trainer)
     trainer.pending = [("a.jpg", "b.jpg")]
     trainer.flush_gradients()
     assert all(torch.equal(value, before[name]) for name, value in trainer.model.named_parameters())
     assert trainer.ema.updates == 0
-    assert trainer.skipped_in_a_row == 1
-    trainer.skipped_in_a_row = 29
-    trainer.pending = [("a.jpg", "b.jpg")]
-    for parameter in trainer.trainable:
-        parameter.grad = torch.full_like(parameter, float("nan"))
-    with pytest.raises(FloatingPointError, match=r"30 optimizer steps.*a\.jpg, b\.jpg.*--no-amp"):
-        trainer.flush_gradients()
+    assert not trainer.pending
+
+
+def test_a_run_of_skipped_steps_ends_with_the_names_of_the_pictures(
+    make_options: MakeOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(make_options(epochs=30))
+    batch_pass = trainer.batch_pass
+
+    def spoilt(*arguments: object, **keywords: object) -> object:
+        items = batch_pass(*arguments, **keywords)
+        spoil_gradients(trainer)
+        return items
+
+    monkeypatch.setattr(trainer, "batch_pass", spoilt)
+    monkeypatch.setattr(trainer, "end_epoch", lambda record: (None, False))
+    with pytest.raises(FloatingPointError, match=r"30 optimizer steps.*\.jpg.*--no-amp"):
+        trainer.fit()
+    assert trainer.ema.updates == 0
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_good_checkpoint(

@@ -17,6 +17,7 @@ class ExportOptions(FromCli):
 
     data: str = option("", "accepted without effect (names come from the weights)")
     weights: list = option(["yolo.pt"], "weights (.pt), one or more", nargs="+", type=str)
+    offline: bool = option(False, "never fetch published weights (also: environment variable YOLO_OFFLINE=1)")
     imgsz: list = option([640, 640], "image side, or height and width", "--img", "--img-size", nargs="+", type=int)
     batch_size: int = option(1, "images per call", "--batch")
     device: str = option("cpu", "cpu, or the number of a CUDA device")

@@ -29,6 +29,7 @@ class TrainOptions(FromCli):
     description = "Train a YOLOv9 or GELAN detector on one device."
 
     weights: str = option("", "starting weights (.pt); '' trains from scratch")
+    offline: bool = option(False, "never fetch published weights (also: environment variable YOLO_OFFLINE=1)")
     cfg: str = option("", "model YAML (yolov9-s.yaml, models/detect/gelan-c.yaml); '' takes it from the weights")
     data: str = option("data/coco.yaml", "data set YAML")
     hyp: str = option("hyp/hyp.scratch-high.yaml", "hyper-parameter YAML, a path or a bare name")
@@ -97,6 +98,8 @@ class TrainOptions(FromCli):
     profile_loader: bool = option(False, "run a few dozen steps, print where the time goes, save nothing")
     alloc_conf: str = option("", "setting of torch's CUDA allocator; '' lets the program choose")
     deterministic: bool = option(False, "only kernels with repeatable results (slower on CUDA)")
+    cuda_graphs: bool = option(True, "record the step as CUDA graphs, on CUDA", action=BOOLEAN)
+    plain_kernels: bool = option(False, "torch's own kernels only, none of this repository")
     entity: str = option("", "accepted without effect")
     upload_dataset: str = option("", "accepted without effect", "--upload_dataset", nargs="?", const="val")
     bbox_interval: int = option(-1, "accepted without effect", "--bbox_interval")

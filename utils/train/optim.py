@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +62,9 @@ class Lion(torch.optim.Optimizer):
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"Lion: betas {betas} should be at least 0 and below 1")
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+        # As torch's fused optimizers do: where ``found_inf`` (0-d, on the device) is 1, a step changes nothing.
+        self._step_supports_amp_scaling = True
+        self.found_inf: Tensor | None = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
@@ -76,6 +80,9 @@ class Lion(torch.optim.Optimizer):
             gradients = [weight.grad for weight in weights]
             averages = [self._average(weight) for weight in weights]
             (first, second), lr = group["betas"], group["lr"]
+            if self.found_inf is not None:
+                self._guarded_step(weights, gradients, averages, group)
+                continue
             directions = torch._foreach_mul(averages, first)
             torch._foreach_add_(directions, gradients, alpha=1 - first)
             torch._foreach_sign_(directions)
@@ -85,6 +92,22 @@ class Lion(torch.optim.Optimizer):
             torch._foreach_mul_(averages, second)
             torch._foreach_add_(averages, gradients, alpha=1 - second)
         return loss
+
+    def _guarded_step(
+        self, weights: list[Tensor], gradients: list[Tensor], averages: list[Tensor], group: dict[str, Any]
+    ) -> None:
+        """Make the step with every share multiplied by a flag, so that nobody has to wait for it."""
+        (first, second), lr = group["betas"], group["lr"]
+        is_made = 1 - self.found_inf  # 0-d
+        gradients = [gradient.nan_to_num(0, 0, 0) for gradient in gradients]  # zero times infinity is no zero
+        directions = torch._foreach_mul(averages, first)
+        torch._foreach_add_(directions, gradients, alpha=1 - first)
+        torch._foreach_sign_(directions)
+        if group["weight_decay"]:
+            torch._foreach_mul_(weights, 1 - is_made * (lr * group["weight_decay"]))
+        torch._foreach_add_(weights, torch._foreach_mul(directions, is_made * -lr))
+        torch._foreach_mul_(averages, 1 - is_made * (1 - second))
+        torch._foreach_add_(averages, torch._foreach_mul(gradients, is_made * (1 - second)))
 
     def _average(self, weight: Tensor) -> Tensor:
         state = self.state[weight]
@@ -96,18 +119,21 @@ class Lion(torch.optim.Optimizer):
 def smart_optimizer(
     model: nn.Module, name: str = "Adam", lr: float = 0.001, momentum: float = 0.9, decay: float = 1e-5
 ) -> torch.optim.Optimizer:
-    """Build the optimizer ``name`` over the three groups.
+    """Build the optimizer ``name`` over the three groups; fused on CUDA, so that a flag there can call a step off.
 
     Raises:
         ValueError: unknown name.
     """
     groups = parameter_groups(model)
+    fused = True if all(weight.is_cuda for weight in model.parameters()) else None
     if name == "Adam":
-        optimizer: torch.optim.Optimizer = torch.optim.Adam(groups.biases, lr=lr, betas=(momentum, 0.999))
+        optimizer: torch.optim.Optimizer = torch.optim.Adam(groups.biases, lr=lr, betas=(momentum, 0.999), fused=fused)
     elif name == "AdamW":
-        optimizer = torch.optim.AdamW(groups.biases, lr=lr, betas=(momentum, 0.999), weight_decay=0.0, amsgrad=True)
+        optimizer = torch.optim.AdamW(
+            groups.biases, lr=lr, betas=(momentum, 0.999), weight_decay=0.0, amsgrad=True, fused=fused
+        )
     elif name == "SGD":
-        optimizer = torch.optim.SGD(groups.biases, lr=lr, momentum=momentum, nesterov=True)
+        optimizer = torch.optim.SGD(groups.biases, lr=lr, momentum=momentum, nesterov=True, fused=fused)
     elif name == "LION":
         optimizer = Lion(groups.biases, lr=lr, betas=(momentum, 0.99))
         if lr > LARGE_SIGN_STEP:
@@ -120,11 +146,31 @@ def smart_optimizer(
     optimizer.param_groups[0]["weight_decay"] = 0.0
     optimizer.add_param_group({"params": groups.weights, "weight_decay": decay})
     optimizer.add_param_group({"params": groups.norms, "weight_decay": 0.0})
+    if name == "SGD" and fused:
+        _begin_momentum(optimizer)
     LOGGER.info(
         f"Optimizer: {name}, lr {lr:g}, {len(groups.biases)} biases, "
         f"{len(groups.weights)} weights (decay {decay:g}), {len(groups.norms)} normalisation weights"
     )
     return optimizer
+
+
+def _begin_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Start all momentum at zero, which leaves the first step as it is.
+
+    A fused first step that is called off would otherwise leave its momentum unset.
+    """
+    for group in optimizer.param_groups:
+        for weight in group["params"]:
+            optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight, memory_format=torch.preserve_format)
+
+
+def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Restore ``state``, but keep how this optimizer computes: the state may come from another kind of device."""
+    kept = [{key: group[key] for key in ("fused", "foreach") if key in group} for group in optimizer.param_groups]
+    optimizer.load_state_dict(state)
+    for group, own in zip(optimizer.param_groups, kept, strict=True):
+        group.update(own)
 
 
 def apply_plan(optimizer: torch.optim.Optimizer, plan: StepPlan) -> None:

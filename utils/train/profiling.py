@@ -5,11 +5,13 @@ from __future__ import annotations
 import tempfile
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from utils.data.batching import Batch
 from utils.options import TrainOptions
 from utils.runtime import autocast
+from utils.train.batch_pass import prepare_images
 from utils.train.probe import Diagnosis, StepParts, print_profile, profile_loader
 from utils.train.trainer import Trainer
 
@@ -36,7 +38,7 @@ def step_parts(trainer: Trainer) -> StepParts:
 
     def copy(batch: Batch) -> tuple[Tensor, Tensor]:
         images, targets = (tensor.to(trainer.device, non_blocking=True) for tensor in batch[:2])
-        return trainer.prepare(images), targets
+        return prepare_images(images, trainer.amp_dtype or torch.float32), targets
 
     def forward(inputs: tuple[Tensor, Tensor]) -> object:
         with autocast(trainer.device, trainer.amp_dtype):

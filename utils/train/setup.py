@@ -11,14 +11,17 @@ from torch import nn
 
 from models.checkpoint import Checkpoint, load_checkpoint
 from models.graph import DetectionModel
+from models.published import find_weights
+from models.transfer import advice, name_differences, transfer_weights
 from utils.data.spec import DataSpec, load_data_spec
-from utils.files import find_file
+from utils.files import REPO_ROOT, find_file
 from utils.log import LOGGER
 from utils.options import YAML_SUFFIXES, Hyp, TrainOptions
 from utils.train.schedule import NOMINAL_BATCH, Restarts, Schedule, accumulation, describe_restarts, warmup_steps
 
-SHOWN_KEYS = 5  # of the entries that the starting weights do not fill
-MIN_SHARE, LOW_SHARE = 0.1, 0.5  # of the model's entries that starting weights should fill
+SHOWN_NAMES = 5  # of the classes that are called otherwise in the starting weights
+# Of the tensors of a file or a model that should find their place; batch counters fit anywhere and make up a fifth.
+MIN_SHARE, LOW_SHARE = 0.25, 0.5
 # May be typed beside --resume: they change how long or where a run goes on, not what it computes.
 CHANGEABLE = (
     "data",
@@ -124,7 +127,7 @@ def build_training_model(options: TrainOptions, spec: DataSpec, resume: Checkpoi
     Raises:
         ValueError: neither ``--cfg`` nor ``--weights``.
     """
-    start = resume or (load_checkpoint(find_weights(options.weights)) if options.weights else None)
+    start = resume or (load_start(options) if options.weights else None)
     if resume is not None and resume.nc != spec.nc:
         raise ValueError(
             f"{options.resume} was trained on {resume.nc} classes, {spec.yaml_file} names {spec.nc}; "
@@ -138,39 +141,49 @@ def build_training_model(options: TrainOptions, spec: DataSpec, resume: Checkpoi
         raise ValueError("--cfg is missing: name a model, for example --cfg yolov9-s.yaml, or give --weights")
     model = DetectionModel(cfg, nc=spec.nc)
     if start is not None:
-        transfer = model.load_matching(start.model)
-        LOGGER.info(f"Weights: {transfer.transferred}/{transfer.total} entries taken from {options.weights}")
-        left = [(key, reason) for key, reason in transfer.reasons.items() if reason != "not in the model"]
-        for key, reason in left[:SHOWN_KEYS]:
-            LOGGER.info(f"  left as initialised: {key} ({reason})")
-        if len(left) > SHOWN_KEYS:
-            LOGGER.info(f"  … and {len(left) - SHOWN_KEYS} more")
-        _check_share(transfer.transferred / transfer.total, options)
+        _fill(model, start, options, spec)
     model.nc, model.names = spec.nc, dict(spec.names)
     return model
 
 
-def find_weights(name: str) -> Path:
-    """Return the weights file ``name``; the error says what to do."""
+def load_start(options: TrainOptions) -> Checkpoint:
+    """Read the starting weights; one of the published files is fetched if it is missing.
+
+    Raises:
+        FileNotFoundError, ValueError: no such file, or it holds no weights; the message says what to do.
+    """
+    name = options.weights
     if Path(name).is_dir():
         raise ValueError(f"--weights {name} is a folder; name a file, for example {Path(name) / 'best.pt'}")
+    if not Path(name).is_file() and (REPO_ROOT / name).is_file():
+        name = str(REPO_ROOT / name)
     try:
-        return find_file(name)
+        return load_checkpoint(find_weights(name, offline=options.offline))
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"--weights {name} not found in {Path.cwd()}. Give the path of a .pt file of this program or the original "
+            f"--weights {name}: {error}. Give the path of a .pt file of this program or the original "
             "YOLOv9, or --weights '' to start from random weights"
         ) from error
 
 
-def _check_share(share: float, options: TrainOptions) -> None:
-    advice = f"--cfg {options.cfg} and --weights {options.weights} seem to be models of different size or kind"
-    if share < MIN_SHARE:
-        raise ValueError(
-            f"only {share:.0%} of the model would start from the weights: {advice}; nothing fits the model"
-        )
-    if share < LOW_SHARE:
-        LOGGER.warning(f"only {share:.0%} of the model starts from the weights: {advice}")
+def _fill(model: DetectionModel, start: Checkpoint, options: TrainOptions, spec: DataSpec) -> None:
+    """Copy the starting weights into ``model``, report what fitted, refuse weights of which next to nothing does."""
+    try:
+        report = transfer_weights(model, start)
+    except ValueError as error:
+        raise ValueError(f"--weights {options.weights}: {error}") from error
+    for line in report.lines(options.weights):
+        LOGGER.info(line)
+    cause = advice(model, start) or (
+        f"--cfg {options.cfg} and --weights {options.weights} seem to be models of different size or kind"
+    )
+    if report.share < MIN_SHARE:
+        raise ValueError(f"only {report.share:.0%} of the weights could be used: {cause}; nothing fits the model")
+    if report.share < LOW_SHARE:
+        LOGGER.warning(f"{report.share:.0%} of the weights are used: {cause}")
+    if differing := name_differences(start.names, spec.names):
+        shown = ", ".join(differing[:SHOWN_NAMES]) + (", …" if len(differing) > SHOWN_NAMES else "")
+        LOGGER.warning(f"{len(differing)} classes are called otherwise in the weights than in the data: {shown}")
 
 
 def frozen_layers(freeze: list[int | str], backbone: int) -> list[int]:

@@ -7,6 +7,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 from models.checkpoint import Checkpoint
+from utils.train.optim import load_optimizer_state
 
 if TYPE_CHECKING:
     from utils.train.trainer import Trainer
@@ -46,7 +47,7 @@ def make_checkpoint(trainer: Trainer, metrics: Mapping[str, float]) -> Checkpoin
 
 def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
     """Put optimizer, average, loss scale, early stopping and the run's own plan back to ``checkpoint``."""
-    trainer.optimizer.load_state_dict(checkpoint.optimizer)
+    load_optimizer_state(trainer.optimizer, checkpoint.optimizer)
     if checkpoint.ema is not None:
         trainer.ema.ema.load_state_dict(checkpoint.ema)
     trainer.ema.updates = checkpoint.updates

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import shutil
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from models.checkpoint import Checkpoint, build_model, load_checkpoint, save_checkpoint, strip_optimizer
 from models.flops import flops
@@ -22,11 +21,12 @@ from utils.data.sampling import class_weights, image_weights
 from utils.evaluate.metrics import fitness
 from utils.evaluate.validator import Validator, ValResult
 from utils.files import atomic_write, increment_path, lock_folder, write_yaml
-from utils.log import LOGGER, CountedWarnings, progress
+from utils.log import LOGGER, progress
 from utils.options import Hyp, TrainOptions
 from utils.preflight import apply_alloc_conf, preflight
-from utils.runtime import autocast, check_img_size, init_seeds, limit_threads, select_device
+from utils.runtime import check_img_size, init_seeds, limit_threads, select_device
 from utils.train.autobatch import find_batch_size
+from utils.train.batch_pass import make_batch_pass
 from utils.train.ema import ModelEMA
 from utils.train.gpu_sampler import GpuSampler
 from utils.train.loaders import make_loaders
@@ -48,9 +48,8 @@ from utils.train.setup import (
 from utils.train.state import make_checkpoint, restore
 from utils.train.stopping import EarlyStopping
 from utils.train.throughput import device_peak_tflops
+from utils.train.weight_update import MAX_SKIPPED, SkippedSteps, WeightUpdate
 
-SHOWN_NAMES = 8  # of images in a warning
-MAX_SKIPPED = 30  # optimizer steps in a row; a loss scale that settles needs fewer
 PLOTTED_BATCHES = 3
 QUAD = 4  # a quad batch holds a quarter of the images, each worth four
 
@@ -126,13 +125,21 @@ class Trainer:
         self.best_fitness = 0.0
         self.step_index = self.start_epoch * len(self.train_loader)
         self.pending: list[tuple[str, ...]] = []  # file names of the batches whose gradients wait for a step
-        self.skipped_in_a_row = 0
-        self.warnings = CountedWarnings()
+        self.skipped = SkippedSteps()
         self.closing_epoch = -1  # first of the closing epochs that early stopping asked for, -1 = none
         self.final_epoch = self.options.epochs - 1
         self.class_maps: Sequence[float] = [0.0] * self.spec.nc
         self.unread = 0  # validation pictures that could not be read since the scan
-        self.trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.update = WeightUpdate(self.model, self.optimizer, self.scaler, self.ema, self.options.clip_grad)
+        self.batch_pass = make_batch_pass(
+            self.model,
+            self.loss_fn,
+            self.scaler,
+            device=self.device,
+            use_graphs=self.options.cuda_graphs,
+            amp_dtype=self.amp_dtype,
+            loss_weight=QUAD if self.options.quad else 1.0,
+        )
         if resume is not None:
             restore(self, resume)
             LOGGER.info(f"Resume: epoch {self.start_epoch} of {self.options.epochs}")
@@ -205,7 +212,7 @@ class Trainer:
             self._say_how_to_go_on()
             raise
         finally:
-            self.warnings.summarise()
+            self.skipped.warnings.summarise()
             self.monitor.close()
             self.train_loader.close()
         hours = (time.perf_counter() - started) / 3600
@@ -229,6 +236,8 @@ class Trainer:
         """Train on every batch once; return the epoch's training columns of the results table."""
         LOGGER.info("\n" + progress_header())
         batches = DevicePrefetcher(self.train_loader, self.device)
+        gc.collect()
+        gc.freeze()  # what lives now is not searched again: a full collection would take longer than a step
         bar = progress(batches, total=len(self.train_loader), unit="batch")
         waited_s = 0.0
         for number, (images, targets, paths, _) in enumerate(bar):
@@ -238,8 +247,10 @@ class Trainer:
             waited_s = batches.wait_s
             if self.monitor.is_due or number == len(self.train_loader) - 1:
                 self.monitor.flush()
+                self._read_skipped()
                 bar.set_description_str(self.monitor.progress(self.options.epochs, len(targets), side))
         self.flush_gradients()
+        self._read_skipped()
         record = {f"x/lr{index}": group["lr"] for index, group in enumerate(self.optimizer.param_groups)}
         record.update(self.monitor.end_epoch())
         self._check_finite([record[f"train/{name}_loss"] for name in ("box", "cls", "dfl")])
@@ -259,40 +270,27 @@ class Trainer:
         """
         plan = self.schedule.at(self.step_index, self.epoch)
         apply_plan(self.optimizer, plan)
-        images = self.prepare(images)
-        with autocast(self.device, self.amp_dtype):
-            predictions = self.model(images)
-        loss, items = self.loss_fn(predictions, targets, label_smoothing=self.smoothing)
-        if self.options.quad:
-            loss = loss * QUAD
-        self.scaler.scale(loss).backward()
+        size = self._random_size(images.shape[-2:]) if self.options.multi_scale else None
+        items = self.batch_pass(images, targets, size=size, smoothing=self.smoothing)
         self.monitor.add_batch(items, images=len(images), wait_s=wait_s)
         self.pending.append(paths)
         self.step_index += 1
         if len(self.pending) >= plan.accumulate:
             self.flush_gradients()
-        return max(images.shape[-2:])
+        return max(size or images.shape[-2:])
 
     def flush_gradients(self) -> None:
-        """Make an optimizer step from what has been accumulated, if anything; none from gradients not finite.
-
-        Raises:
-            FloatingPointError: too many steps in a row were skipped.
-        """
+        """Make an optimizer step from what has been accumulated, if anything; none from gradients not finite."""
         if not self.pending:
             return
-        self.scaler.unscale_(self.optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(self.trainable, self.options.clip_grad)
+        norm = self.update()
         self.monitor.add_step(norm, [group["lr"] for group in self.optimizer.param_groups])
-        if bool(torch.isfinite(norm)):
-            self.scaler.step(self.optimizer)
-            self.ema.update(self.model)
-            self.skipped_in_a_row = 0
-        else:
-            self._note_skipped_step()
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.skipped.add(norm, self.pending)
         self.pending.clear()
+
+    def _read_skipped(self) -> None:
+        is_settling = self.scaler.is_enabled() and self.ema.updates < MAX_SKIPPED
+        self.skipped.read(remark="; usual in the first steps of fp16" if is_settling else "", kept=self._kept())
 
     def end_epoch(self, record: dict[str, float]) -> tuple[ValResult | None, bool]:
         """Validate, record, save; return the validation's result and whether the run is over."""
@@ -365,16 +363,6 @@ class Trainer:
 
     # --- parts of a step ----------------------------------------------------------------------------------------
 
-    def prepare(self, images: Tensor) -> Tensor:
-        """Turn uint8 images into floats from 0 to 1, at a random size with ``--multi-scale``."""
-        if self.device.type == "cuda":
-            images = images.contiguous(memory_format=torch.channels_last)
-        images = images.float() / 255
-        if not self.options.multi_scale:
-            return images
-        size = self._random_size(images.shape[-2:])
-        return functional.interpolate(images, size, mode="bilinear", align_corners=False)
-
     def _has_mosaic(self, epoch: int) -> bool:
         is_closed = 0 <= self.closing_epoch <= epoch
         options = self.options
@@ -387,21 +375,6 @@ class Trainer:
         need = class_weights(self.train_set.labels, self.spec.nc) * (1 - np.array(self.class_maps)) ** 2
         return image_weights(self.train_set.labels, self.spec.nc, need / self.spec.nc)
 
-    def _note_skipped_step(self) -> None:
-        self.skipped_in_a_row += 1
-        files = [Path(path).name for batch in self.pending for path in batch]
-        names = ", ".join(files[:SHOWN_NAMES]) + (f" and {len(files) - SHOWN_NAMES} more" * (len(files) > SHOWN_NAMES))
-        usual = (
-            "; usual in the first steps of fp16" if self.scaler.is_enabled() and self.ema.updates < MAX_SKIPPED else ""
-        )
-        self.warnings.warn("optimizer steps skipped", f"gradients not finite, step skipped{usual}; images: {names}")
-        if self.skipped_in_a_row < MAX_SKIPPED:
-            return
-        raise FloatingPointError(
-            f"{MAX_SKIPPED} optimizer steps in a row had gradients that are not finite, the last one from {names}. "
-            f"{self._kept()}. Try --no-amp, --amp-dtype bf16, a smaller lr0 in --hyp, or look for broken labels"
-        )
-
     def _kept(self) -> str:
         return f"The last good checkpoint is {self.last}" if self.last.exists() else "Nothing was saved yet"
 
@@ -411,12 +384,13 @@ class Trainer:
                 strip_optimizer(self.best)
             LOGGER.info(f"\nInterrupted. To go on: python train_dual.py --resume {self.last}")
 
-    def _random_size(self, shape: torch.Size) -> list[int]:
+    def _random_size(self, shape: torch.Size) -> tuple[int, int]:
         """Draw a longer side from 0.5 to 1.5 times the image size and scale ``shape`` (H, W) to it."""
         low, high = self.imgsz // 2, self.imgsz * 3 // 2 + self.stride
         side = int(self.size_generator.integers(low, high)) // self.stride * self.stride
         factor = max(side, self.stride) / max(shape)
-        return [math.ceil(length * factor / self.stride) * self.stride for length in shape]
+        height, width = (math.ceil(length * factor / self.stride) * self.stride for length in shape)
+        return height, width
 
     def _plot_batch(self, number: int, images: Tensor, targets: Tensor, paths: tuple[str, ...]) -> None:
         from utils.evaluate.plots import plot_images

@@ -1,0 +1,116 @@
+"""The optimizer step: unscale, clip, step, average; none from gradients that are not finite, decided on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from utils.log import CountedWarnings
+from utils.train.ema import ModelEMA, running_statistics
+
+SHOWN_NAMES = 8  # of images in a warning
+MAX_SKIPPED = 30  # optimizer steps in a row; a loss scale that settles needs fewer
+
+
+class WeightUpdate:
+    """Makes optimizer steps from the gradients at hand.
+
+    On CUDA the fused optimizers decide by themselves whether a step is made, from a flag in device memory. Elsewhere
+    reading the flag costs nothing.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler,
+        ema: ModelEMA,
+        clip_limit: float,
+    ) -> None:
+        self.model, self.optimizer, self.scaler, self.ema = model, optimizer, scaler, ema
+        self.clip_limit = clip_limit
+        self.trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.is_deferred = getattr(optimizer, "_step_supports_amp_scaling", False)
+
+    def __call__(self) -> Tensor:
+        """Make one step and clear the gradients; return their norm before clipping, 0-d, on the device."""
+        self.scaler.unscale_(self.optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(self.trainable, self.clip_limit)
+        is_finite = torch.isfinite(norm)
+        if self.is_deferred:
+            self.optimizer.found_inf = (~is_finite).float()
+            self.optimizer.step()
+            self._mend_statistics()
+            self.ema.update(self.model, is_finite)
+        elif bool(is_finite):
+            self.optimizer.step()
+            self.ema.update(self.model)
+        else:
+            self._mend_statistics()
+        self.scaler.update()
+        # Kept where they are: recorded graphs write to these addresses.
+        self.optimizer.zero_grad(set_to_none=not self.is_deferred)
+        return norm
+
+    @torch.no_grad()
+    def _mend_statistics(self) -> None:
+        """Give running statistics that an infinite activation has spoilt the values of the average."""
+        running, averaged = running_statistics(self.model), running_statistics(self.ema.ema)
+        if not running:
+            return
+        values = torch.cat([tensor.flatten() for tensor in running])
+        spare = torch.cat([tensor.flatten() for tensor in averaged]).to(values.dtype)
+        mended = torch.where(torch.isfinite(values), values, spare).split([tensor.numel() for tensor in running])
+        torch._foreach_copy_(running, [part.view_as(old) for part, old in zip(mended, running, strict=True)])
+
+
+class SkippedSteps:
+    """Says which optimizer steps were skipped, whenever figures are read from the device anyway.
+
+    Raises FloatingPointError in :meth:`read` once ``limit`` steps in a row were.
+    """
+
+    def __init__(self, limit: int = MAX_SKIPPED) -> None:
+        self.limit = limit
+        self.in_a_row = 0
+        self.waiting: list[tuple[Tensor, Sequence[Sequence[str]]]] = []
+        self.warnings = CountedWarnings()
+
+    def add(self, norm: Tensor, batches: Sequence[Sequence[str]]) -> None:
+        """Note a step: its gradient norm, 0-d, and the file names of its batches."""
+        self.waiting.append((norm, tuple(batches)))
+
+    def read(self, *, remark: str = "", kept: str = "") -> None:
+        """Look at the steps since the last call. ``remark`` goes into warnings, ``kept`` into the error.
+
+        Waits for the device, once.
+        """
+        if not self.waiting:
+            return
+        finite = torch.isfinite(torch.stack([norm for norm, _ in self.waiting])).tolist()
+        waiting, self.waiting = self.waiting, []
+        for is_finite, (_, batches) in zip(finite, waiting, strict=True):
+            if is_finite:
+                self.in_a_row = 0
+                continue
+            self.in_a_row += 1
+            names = shown_names(batches)
+            self.warnings.warn(
+                "optimizer steps skipped", f"gradients not finite, step skipped{remark}; images: {names}"
+            )
+            if self.in_a_row >= self.limit:
+                raise FloatingPointError(
+                    f"{self.limit} optimizer steps in a row had gradients that are not finite, the last one from "
+                    f"{names}. {kept}. Try --no-amp, --amp-dtype bf16, a smaller lr0 in --hyp, or look for broken "
+                    "labels"
+                )
+
+
+def shown_names(batches: Sequence[Sequence[str]]) -> str:
+    """Return the first few file names of some batches as text."""
+    files = [Path(path).name for batch in batches for path in batch]
+    more = f" and {len(files) - SHOWN_NAMES} more" if len(files) > SHOWN_NAMES else ""
+    return ", ".join(files[:SHOWN_NAMES]) + more
