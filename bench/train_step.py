@@ -18,8 +18,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from bench.records import append_record
+from models.blocks import use_fused_kernels
 from models.flops import flops
 from models.graph import DetectionModel
 from utils.runtime import init_seeds, select_device
@@ -68,9 +70,10 @@ class Stepper:
         self.device = device
         self.model = DetectionModel(arguments.cfg).to(device, memory_format=torch.channels_last).train()
         self.model.grad_checkpoint = arguments.grad_checkpoint
-        if way.startswith("kernels"):
-            __import__("models.blocks", fromlist=["x"]).use_fused_kernels(self.model)
-        loss_fn = ComputeLoss(self.model)
+        uses_kernels = way.startswith("kernels")
+        if uses_kernels:
+            use_fused_kernels(self.model)
+        loss_fn = ComputeLoss(self.model, use_kernels=uses_kernels)
         dtype = DTYPES[arguments.dtype]
         self.optimizer = smart_optimizer(self.model, "SGD", 1e-3, 0.937, 5e-4)
         scaler = torch.amp.GradScaler("cuda", enabled=dtype == torch.float16, init_scale=1024.0)
@@ -129,8 +132,6 @@ def measure(arguments: argparse.Namespace, way: str, device: torch.device) -> Fi
 
 def print_profile(stepper: Stepper, device: torch.device, steps: int = 3, shown: int = 40) -> None:
     """Print the device time of kernels per step, by category and one by one."""
-    from torch.profiler import ProfilerActivity, profile
-
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(steps):
             stepper.step()

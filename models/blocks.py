@@ -3,6 +3,9 @@
 Attribute names and their order of registration decide the keys of a ``state_dict`` and the order of optimizer
 parameters, so neither may change. Shapes are NCHW throughout. The default activation is SiLU; a model that wants
 another one replaces it after construction with :func:`set_activation`, so no choice outlives its model.
+
+Every block computes with plain operations of torch, until :func:`use_fused_kernels` lets those of a model train with
+the kernels of :mod:`utils.kernels` where these apply. Results differ by rounding only.
 """
 
 from __future__ import annotations
@@ -10,36 +13,43 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.upstream import known_as
+from utils.kernels.norm import bn_act, bn_add_act
+from utils.kernels.norm_parts import bn_act_parts
+from utils.kernels.pool import average_neighbours
 
 __all__ = [
     "AConv",
     "ADown",
-    "Bottleneck",
     "CBFuse",
     "CBLinear",
     "Concat",
     "Conv",
     "DFL",
     "DWConv",
-    "ELAN1",
     "RepConvN",
-    "RepNBottleneck",
-    "RepNCSP",
-    "RepNCSPELAN4",
-    "SP",
-    "SPPELAN",
     "Silence",
+    "Upsample",
     "same_padding",
     "set_activation",
+    "use_fused_kernels",
+    "without_autocast",
 ]
 
 IntOrPair = int | Sequence[int]
+
+
+def without_autocast(device_type: str) -> AbstractContextManager[object]:
+    """Switch autocast off where the kind of device knows it at all (the meta device does not)."""
+    if torch.amp.is_autocast_available(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
 
 
 def same_padding(kernel: IntOrPair, padding: IntOrPair | None = None, dilation: int = 1) -> IntOrPair:
@@ -65,6 +75,8 @@ class Conv(nn.Module):
     After fusing, ``conv`` carries a bias and ``bn`` is None.
     """
 
+    uses_kernels = False
+
     def __init__(
         self,
         c1: int,
@@ -84,8 +96,22 @@ class Conv(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.conv(x)
         if self.bn is not None:
+            if self.uses_kernels:
+                return bn_act(x, self.bn, self.act)
             x = self.bn(x)
         return self.act(x)
+
+    def parts(self, x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
+        """Return ``self(x)`` cut into parts of ``widths`` channels."""
+        if self.uses_kernels and self.bn is not None:
+            return bn_act_parts(self.conv(x), [self.bn], self.act, widths)
+        return self(x).split(widths, 1)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """Return ``residual + self(x)``."""
+        if self.uses_kernels and self.bn is not None:
+            return bn_act(self.conv(x), self.bn, self.act, residual)
+        return residual + self(x)
 
 
 @known_as("models.common")
@@ -98,26 +124,30 @@ class DWConv(Conv):
         super().__init__(c1, c2, k, s, g=math.gcd(c1, c2), d=d, act=act)
 
 
-def _smooth(x: Tensor) -> Tensor:
+def _smooth(x: Tensor, uses_kernels: bool) -> Tensor:
     """Average 2x2 neighbours at stride 1: (B, C, H, W) -> (B, C, H - 1, W - 1)."""
-    return F.avg_pool2d(x, kernel_size=2, stride=1)
+    return average_neighbours(x) if uses_kernels else F.avg_pool2d(x, kernel_size=2, stride=1)
 
 
 @known_as("models.common")
 class AConv(nn.Module):
     """Halve the resolution: average neighbours, then a 3x3 convolution of stride 2."""
 
+    uses_kernels = False
+
     def __init__(self, c1: int, c2: int) -> None:
         super().__init__()
         self.cv1 = Conv(c1, c2, 3, 2, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.cv1(_smooth(x))
+        return self.cv1(_smooth(x, self.uses_kernels and self.training))
 
 
 @known_as("models.common")
 class ADown(nn.Module):
     """Halve the resolution along two paths: one half of the channels is convolved, the other is max-pooled first."""
+
+    uses_kernels = False
 
     def __init__(self, c1: int, c2: int) -> None:
         super().__init__()
@@ -128,7 +158,7 @@ class ADown(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         # A width known from construction, not from the tensor: exporters need no shape arithmetic.
         half = self.cv1.conv.in_channels
-        convolved, pooled = _smooth(x).split((half, half), 1)
+        convolved, pooled = _smooth(x, self.uses_kernels and self.training).split((half, half), 1)
         return torch.cat((self.cv1(convolved), self.cv2(F.max_pool2d(pooled, 3, 2, 1))), 1)
 
 
@@ -139,6 +169,8 @@ class RepConvN(nn.Module):
     ``d``, ``bn`` and ``deploy`` are accepted for the sake of the signature and have no effect. Fusing replaces both
     branches by one biased 3x3 convolution called ``conv``.
     """
+
+    uses_kernels = False
 
     def __init__(
         self,
@@ -169,126 +201,10 @@ class RepConvN(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.is_fused:
             return self.act(self.conv(x))
+        if self.uses_kernels and self.conv1.bn is not None and self.conv2.bn is not None:
+            first, second = self.conv1.conv(x), self.conv2.conv(x)
+            return bn_add_act(first, self.conv1.bn, second, self.conv2.bn, self.act)
         return self.act(self.conv1(x) + self.conv2(x))
-
-
-@known_as("models.common")
-class Bottleneck(nn.Module):
-    """Two convolutions with an optional residual connection (used only where input and output widths agree)."""
-
-    first_block: type[nn.Module] = Conv
-
-    def __init__(
-        self,
-        c1: int,
-        c2: int,
-        shortcut: bool = True,
-        g: int = 1,
-        k: Sequence[int] = (3, 3),
-        e: float = 0.5,
-    ) -> None:
-        super().__init__()
-        hidden = int(c2 * e)
-        self.cv1 = self.first_block(c1, hidden, k[0], 1)
-        self.cv2 = Conv(hidden, c2, k[1], 1, g=g)
-        self.add = shortcut and c1 == c2
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.cv2(self.cv1(x))
-        return x + y if self.add else y
-
-
-@known_as("models.common")
-class RepNBottleneck(Bottleneck):
-    """Bottleneck whose first convolution is a :class:`RepConvN`."""
-
-    first_block = RepConvN
-
-
-@known_as("models.common")
-class RepNCSP(nn.Module):
-    """Cross-stage partial block: one half runs through n bottlenecks, the other goes straight to the last 1x1."""
-
-    def __init__(self, c1: int, c2: int, n: int = 1, shortcut: bool = True, g: int = 1, e: float = 0.5) -> None:
-        super().__init__()
-        hidden = int(c2 * e)
-        self.cv1 = Conv(c1, hidden, 1, 1)
-        self.cv2 = Conv(c1, hidden, 1, 1)
-        self.cv3 = Conv(2 * hidden, c2, 1)
-        self.m = nn.Sequential(*(RepNBottleneck(hidden, hidden, shortcut, g, e=1.0) for _ in range(n)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.cv3(torch.cat((self.m(self.cv1(x)), self.cv2(x)), 1))
-
-
-class _AggregationBlock(nn.Module):
-    """Shared forward of the ELAN blocks: halves (a, b), two stages behind b, a 1x1 over everything."""
-
-    c: int
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, second = self.cv1(x).split((self.c, self.c), 1)
-        stage_one = self.cv2(second)
-        stage_two = self.cv3(stage_one)
-        return self.cv4(torch.cat((first, second, stage_one, stage_two), 1))
-
-
-@known_as("models.common")
-class RepNCSPELAN4(_AggregationBlock):
-    """GELAN block of the YOLOv9 paper: layer aggregation over two RepNCSP stages with ``c5`` bottlenecks each."""
-
-    def __init__(self, c1: int, c2: int, c3: int, c4: int, c5: int = 1) -> None:
-        super().__init__()
-        self.c = c3 // 2
-        self.cv1 = Conv(c1, c3, 1, 1)
-        self.cv2 = nn.Sequential(RepNCSP(c3 // 2, c4, c5), Conv(c4, c4, 3, 1))
-        self.cv3 = nn.Sequential(RepNCSP(c4, c4, c5), Conv(c4, c4, 3, 1))
-        self.cv4 = Conv(c3 + 2 * c4, c2, 1, 1)
-
-
-@known_as("models.common")
-class ELAN1(_AggregationBlock):
-    """Light layer aggregation: one 3x3 convolution per stage."""
-
-    def __init__(self, c1: int, c2: int, c3: int, c4: int) -> None:
-        super().__init__()
-        self.c = c3 // 2
-        self.cv1 = Conv(c1, c3, 1, 1)
-        self.cv2 = Conv(c3 // 2, c4, 3, 1)
-        self.cv3 = Conv(c4, c4, 3, 1)
-        self.cv4 = Conv(c3 + 2 * c4, c2, 1, 1)
-
-
-@known_as("models.common")
-class SP(nn.Module):
-    """Size-preserving max pooling."""
-
-    def __init__(self, k: int = 3, s: int = 1) -> None:
-        super().__init__()
-        self.m = nn.MaxPool2d(kernel_size=k, stride=s, padding=k // 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.m(x)
-
-
-@known_as("models.common")
-class SPPELAN(nn.Module):
-    """Spatial pyramid pooling: three 5x5 poolings in a row, all steps concatenated."""
-
-    def __init__(self, c1: int, c2: int, c3: int) -> None:
-        super().__init__()
-        self.c = c3
-        self.cv1 = Conv(c1, c3, 1, 1)
-        self.cv2 = SP(5)
-        self.cv3 = SP(5)
-        self.cv4 = SP(5)
-        self.cv5 = Conv(4 * c3, c2, 1, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        steps = [self.cv1(x)]
-        for pool in (self.cv2, self.cv3, self.cv4):
-            steps.append(pool(steps[-1]))
-        return self.cv5(torch.cat(steps, 1))
 
 
 @known_as("models.common")
@@ -318,6 +234,25 @@ class CBLinear(nn.Module):
         return self.conv(x).split(self.c2s, 1)
 
 
+def enlarge(x: Tensor, size: Sequence[int] | None = None, scale: float | None = None) -> Tensor:
+    """Resize (B, C, H, W) to ``size`` or by ``scale`` with nearest neighbours, in the type of ``x``.
+
+    Autocast would do it in float32: the same values with twice the bytes, here and in all that reads them.
+    """
+    with without_autocast(x.device.type):
+        return F.interpolate(x, size=size, scale_factor=scale, mode="nearest")
+
+
+@known_as("torch.nn.modules.upsampling")
+class Upsample(nn.Upsample):
+    """torch's module, with nearest neighbours in half precision under autocast."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mode != "nearest":
+            return super().forward(x)
+        return enlarge(x, self.size, self.scale_factor)
+
+
 @known_as("models.common")
 class CBFuse(nn.Module):
     """Add one slice of each CBLinear input, resized by nearest neighbour, to the last input."""
@@ -328,10 +263,7 @@ class CBFuse(nn.Module):
 
     def forward(self, xs: Sequence[tuple[Tensor, ...] | Tensor]) -> Tensor:
         target = xs[-1]
-        terms = [
-            F.interpolate(slices[index], size=target.shape[2:], mode="nearest")
-            for slices, index in zip(xs[:-1], self.idx, strict=True)
-        ]
+        terms = [enlarge(slices[index], target.shape[2:]) for slices, index in zip(xs[:-1], self.idx, strict=True)]
         total = terms[0]
         # One by one, the target last: the same bits as summing a stack, without holding the stack.
         for term in (*terms[1:], target):
@@ -386,3 +318,17 @@ def set_activation(module: nn.Module, activation: nn.Module | None = None) -> No
     for block in module.modules():
         if isinstance(block, (Conv, RepConvN)) and type(block.act) is nn.SiLU:
             block.act = for_repconv if isinstance(block, RepConvN) else for_conv
+
+
+def use_fused_kernels(model: nn.Module, on: bool = True) -> int:
+    """Let the blocks of ``model`` train with fused kernels, or stop them; return how many blocks were switched.
+
+    A block takes the plain path anyway in eval mode, off CUDA and wherever else the kernels do not apply. Whether they
+    work on a device is told by :func:`utils.kernels.check.fused_kernels_work`.
+    """
+    blocks = [module for module in model.modules() if hasattr(type(module), "uses_kernels")]
+    for block in blocks:
+        block.__dict__.pop("uses_kernels", None)  # off is the default of the class: no trace in copies and files
+        if on:
+            block.uses_kernels = True
+    return len(blocks)

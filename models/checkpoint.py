@@ -2,14 +2,17 @@
 
 Our files hold tensors and plain values only, so ``torch.load(path, weights_only=True)`` opens them anywhere, without
 this repository. Upstream's files hold whole pickled objects; they are read as data by :mod:`models.safe_reader`.
+
+``python -m models.checkpoint info FILE`` says what a file holds.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
@@ -19,14 +22,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from models.describe import describe_file
 from models.graph import DetectionModel
 from models.safe_reader import ForeignObject, WeightsFileError, foreign_state_dict, read_torch_file
+from utils.cli import run_script
 from utils.files import atomic_write
 from utils.log import LOGGER
 
 FORMAT = "yolov9-checkpoint"
 VERSION = 1
+PROGRAM = "yolov9-train 1.0.0"
+HEADER = ("origin", "version", "program")
+"""Fields that say how a file was written, not what it holds; they are set anew when it is written again."""
 MODEL_CLASSES = ("DetectionModel", "Model")
+USUAL_ARGUMENT = 1024
+"""Channels up to which a row of a stored definition is believed without looking at the tensors."""
 LEAD_CLASS_BIAS = re.compile(r"model\.(\d+)\.cv([3579])\.0\.2\.bias$")
 
 
@@ -41,7 +51,12 @@ class Checkpoint:
         epoch: index of the last finished epoch, -1 in stripped files.
         updates: optimizer steps that the average has seen.
         trainer: whatever the training loop needs to continue (early stopping, random states, ...).
+        kind: ``training``, ``stripped`` (averaged weights, training form kept) or ``inference`` (lead branch, folded).
+        metrics: figures of the epoch that the weights are from.
+        data: what they were trained on (file, number of images and boxes).
+        program: name and version of this program and of torch that wrote the file.
         origin: FORMAT for our files, ``upstream`` or ``state_dict`` for the others.
+        version: of the file's format.
     """
 
     model: dict[str, Tensor]
@@ -60,8 +75,11 @@ class Checkpoint:
     hyp: dict[str, Any] = field(default_factory=dict)
     opt: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
     date: str = field(default_factory=lambda: datetime.now().isoformat(timespec="seconds"))
+    program: str = ""
     origin: str = FORMAT
+    version: int = VERSION
 
 
 def save_checkpoint(path: str | Path, checkpoint: Checkpoint) -> None:
@@ -71,8 +89,9 @@ def save_checkpoint(path: str | Path, checkpoint: Checkpoint) -> None:
         TypeError: a value is neither a tensor nor plain data; the message gives its place.
         OSError: it could not be written, for example because the disk is full; what was there before stays.
     """
-    content = {item.name: getattr(checkpoint, item.name) for item in fields(checkpoint) if item.name != "origin"}
-    content = {"format": FORMAT, "version": VERSION, **content}
+    content = {item.name: getattr(checkpoint, item.name) for item in fields(checkpoint) if item.name not in HEADER}
+    written_by = {"format": FORMAT, "version": VERSION, "program": f"{PROGRAM}, torch {torch.__version__}"}
+    content = {**written_by, **content}
     content = _plain(content, "checkpoint")
     try:
         with atomic_write(path) as temporary:
@@ -128,12 +147,9 @@ def build_model(
     num_classes = count_classes(state)
     if nc is not None and nc != num_classes:
         raise ValueError(f"{nc} classes were asked for, but the weights have {num_classes}; train with them instead")
-    model = DetectionModel(definition, nc=num_classes).float()
-    _match_head_widths(model, state)
-    if is_fused(state):
-        model.fuse()
+    model = _skeleton(definition, state, num_classes)
     _check_keys(model.state_dict(), state)
-    model.load_state_dict(state, strict=True)
+    model.load_state_dict({key: _float_copy(tensor) for key, tensor in state.items()}, strict=True, assign=True)
     model.nc = num_classes
     model.names = complete_names(checkpoint.names, num_classes)
     model.hyp = dict(checkpoint.hyp)
@@ -295,6 +311,40 @@ def _plain(value: Any, place: str) -> Any:
     raise TypeError(f"{place} is a {type(value).__name__}; a checkpoint holds tensors and plain values only")
 
 
+def _skeleton(
+    definition: str | Path | Mapping[str, Any], state: Mapping[str, Tensor], num_classes: int
+) -> DetectionModel:
+    """Lay out the network for the tensors ``state`` without values.
+
+    Initial weights would be thrown away, and a definition out of a file may claim any size.
+    """
+    if isinstance(definition, Mapping):
+        _check_definition(definition, state)
+    with torch.device("meta"):
+        model = DetectionModel(definition, nc=num_classes)
+    _match_head_widths(model, state)
+    return model.fuse() if is_fused(state) else model
+
+
+def _float_copy(tensor: Tensor) -> Tensor:
+    """Copy to contiguous float32; counters stay whole numbers."""
+    dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+    return tensor.detach().to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def _check_definition(definition: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
+    """Refuse a definition whose numbers are out of all proportion to the tensors beside it.
+
+    Rows are built one by one, so a hostile count would keep the program busy for ever.
+    """
+    widest = max((size for tensor in state.values() for size in tensor.shape), default=0)
+    limit = max(USUAL_ARGUMENT, 16 * widest)
+    for row in (*(definition.get("backbone") or ()), *(definition.get("head") or ())):
+        numbers = [row[1], *row[3]] if isinstance(row, (list, tuple)) and len(row) == 4 else []
+        if any(isinstance(number, (int, float)) and number > limit for number in numbers):
+            raise ValueError(f"the definition in the file asks for {row!r}, which its tensors cannot fill")
+
+
 def _match_head_widths(model: DetectionModel, state: Mapping[str, Tensor]) -> None:
     """Give head branches the hidden widths of the tensors; the published t weights are narrower than the rule."""
     try:
@@ -318,3 +368,30 @@ def _check_keys(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
     told = [f"{len(keys)} {kind}: {', '.join(keys[:3])}" for kind, keys in problems.items() if keys]
     if told:
         raise ValueError(f"the weights do not fit the network ({'; '.join(told)}); check --cfg")
+
+
+def info(path: str | Path) -> list[str]:
+    """Return lines that say what a weights file of ours or of upstream holds."""
+    checkpoint = load_checkpoint(path)
+    definition, state = copy.deepcopy(checkpoint.yaml), checkpoint.model
+    model = _skeleton(definition, state, count_classes(state)) if definition else None
+    return describe_file(Path(path), checkpoint, model)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Say what the files named behind ``info`` hold; 1 if one of them cannot be read."""
+    parser = argparse.ArgumentParser(prog="python -m models.checkpoint", description="Say what weights files hold.")
+    parser.add_argument("command", choices=["info"])
+    parser.add_argument("files", nargs="+", metavar="FILE")
+    failures = 0
+    for file in parser.parse_args(argv).files:
+        try:
+            LOGGER.info("\n".join(info(file)) + "\n")
+        except (ValueError, OSError) as error:
+            LOGGER.error(str(error))
+            failures += 1
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    run_script(main)

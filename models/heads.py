@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from models.blocks import DFL, Conv
+from models.blocks import DFL, Conv, without_autocast
 from models.upstream import known_as
 
 Maps = list[Tensor]
@@ -267,13 +267,6 @@ class TripleDDetect(_BranchedHead):
 
 
 HEADS: dict[str, type[_BranchedHead]] = {head.__name__: head for head in (DDetect, DualDDetect, TripleDDetect)}
-
-
-def without_autocast(device_type: str) -> AbstractContextManager[object]:
-    """Switch autocast off where the kind of device knows it at all (the meta device does not)."""
-    if torch.amp.is_autocast_available(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return nullcontext()
 
 
 @contextmanager

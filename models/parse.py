@@ -17,21 +17,18 @@ import torch
 from torch import nn
 
 from models.blocks import (
-    ELAN1,
-    SP,
-    SPPELAN,
     AConv,
     ADown,
-    Bottleneck,
     CBFuse,
     CBLinear,
     Concat,
     Conv,
     DWConv,
-    RepNCSPELAN4,
     Silence,
+    Upsample,
 )
 from models.heads import HEADS, UNSUPPORTED_HEADS
+from models.stages import ELAN1, SP, SPPELAN, Bottleneck, RepNCSPELAN4
 from models.upstream import dotted_path
 
 WIDTH_MULTIPLE_OF = 8
@@ -42,7 +39,7 @@ NORM_MOMENTUM = 0.03
 CONVOLVING = {cls.__name__: cls for cls in (Conv, DWConv, AConv, ADown, ELAN1, RepNCSPELAN4, SPPELAN, Bottleneck)}
 OTHERS: dict[str, type[nn.Module]] = {
     **{cls.__name__: cls for cls in (Concat, CBLinear, CBFuse, Silence, SP)},
-    "nn.Upsample": nn.Upsample,
+    "nn.Upsample": Upsample,
     "nn.Identity": nn.Identity,
 }
 MODULES: dict[str, type[nn.Module]] = {**CONVOLVING, **OTHERS, **HEADS}

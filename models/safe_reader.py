@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
+import pickletools
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -39,6 +40,9 @@ STORAGE_DTYPES: dict[str, torch.dtype] = {
     "ByteStorage": torch.uint8,
     "BoolStorage": torch.bool,
 }
+
+MAX_MODULES = 100_000
+"""Modules of a network that are visited before a file is given up; the largest published network has 2,000."""
 
 REFUSAL_HINTS = {
     "getattr": "a fused model was pickled; save the unfused model instead",
@@ -159,6 +163,7 @@ def read_torch_file(path: str | Path) -> Any:
     check_is_archive(path)
     try:
         with zipfile.ZipFile(path) as archive:
+            _check_entries(archive, path.stat().st_size)
             return _replace_arrays(_TableUnpickler(archive).load(), {})
     except WeightsFileError as error:
         raise type(error)(f"{path}: {error}") from None
@@ -168,6 +173,22 @@ def read_torch_file(path: str | Path) -> Any:
         ) from error
     except MALFORMED as error:
         raise WeightsFileError(f"{path}: the data inside are damaged ({type(error).__name__}: {error})") from error
+
+
+def _check_entries(archive: zipfile.ZipFile, size: int) -> None:
+    """Refuse an archive whose entries point outside of it or claim more bytes than the file has.
+
+    torch stores entries as they are, so together they are never larger than the archive.
+    """
+    for entry in archive.infolist():
+        name = entry.filename.replace("\\", "/")
+        if name.startswith("/") or ".." in name.split("/") or ":" in name.split("/")[0]:
+            raise UnsafeWeightsError(f"holds the entry {entry.filename!r}, which points outside of the archive")
+    claimed = sum(entry.file_size for entry in archive.infolist())
+    if claimed > size:
+        raise UnsafeWeightsError(
+            f"claims to hold {claimed:,} bytes, but the file has {size:,}; torch writes no compressed entries"
+        )
 
 
 def check_is_archive(path: Path) -> None:
@@ -204,12 +225,19 @@ def describe_foreign_file(head: bytes, suffix: str = "") -> str:
 
 def foreign_state_dict(module: ForeignObject) -> dict[str, Tensor]:
     """Collect the tensors of a recorded module under the keys and in the order of ``state_dict()``."""
-    return dict(_walk_tensors(module, "", ()))
+    try:
+        return dict(_walk_tensors(module, "", (), iter(range(MAX_MODULES))))
+    except RecursionError:
+        raise WeightsFileError("the modules in the file are nested too deeply") from None
 
 
-def _walk_tensors(module: ForeignObject, prefix: str, parents: tuple[int, ...]) -> Iterator[tuple[str, Tensor]]:
+def _walk_tensors(
+    module: ForeignObject, prefix: str, parents: tuple[int, ...], visits: Iterator[int]
+) -> Iterator[tuple[str, Tensor]]:
     if id(module) in parents:
         raise WeightsFileError(f"the modules in the file form a ring at {prefix!r}")
+    if next(visits, None) is None:  # modules that share their parts can unfold to any number
+        raise WeightsFileError(f"the network in the file has more than {MAX_MODULES:,} modules")
     values = module.attributes
     skipped = values.get("_non_persistent_buffers_set") or ()
     for table, hidden in (("_parameters", ()), ("_buffers", skipped)):
@@ -218,7 +246,7 @@ def _walk_tensors(module: ForeignObject, prefix: str, parents: tuple[int, ...]) 
                 yield f"{prefix}{name}", tensor
     for name, child in (values.get("_modules") or {}).items():
         if isinstance(child, ForeignObject):
-            yield from _walk_tensors(child, f"{prefix}{name}.", (*parents, id(module)))
+            yield from _walk_tensors(child, f"{prefix}{name}.", (*parents, id(module)), visits)
 
 
 class _Substitute:
@@ -248,7 +276,9 @@ class _TableUnpickler(pickle.Unpickler):
             raise WeightsFileError("was written on a big-endian machine, which is not supported")
         self.storages: dict[str, Tensor] = {}
         self.table = _substitutes()
-        super().__init__(io.BytesIO(archive.read(f"{self.folder}data.pkl")))
+        pickled = archive.read(f"{self.folder}data.pkl")
+        _check_claims(pickled)
+        super().__init__(io.BytesIO(pickled))
 
     def find_class(self, module: str, name: str) -> Any:
         """Give the substitute for a global name of the file, or refuse it."""
@@ -274,6 +304,21 @@ class _TableUnpickler(pickle.Unpickler):
             flat = torch.frombuffer(raw, dtype=kind.dtype) if raw else torch.empty(0, dtype=kind.dtype)
             self.storages[key] = flat
         return self.storages[key]
+
+
+def _check_claims(pickled: bytes) -> None:
+    """Read over the instructions without following them; refuse sizes that the data do not have.
+
+    The unpickler reserves memory for whatever a length or a memo number claims, before it looks for the data.
+    """
+    try:
+        for instruction, argument, _ in pickletools.genops(pickled):
+            if instruction.name in ("PUT", "BINPUT", "LONG_BINPUT") and argument > len(pickled):
+                raise UnsafeWeightsError(f"claims {argument:,} stored objects in {len(pickled):,} bytes")
+    except UnsafeWeightsError:
+        raise
+    except ValueError as error:
+        raise WeightsFileError(f"the data inside are damaged ({error})") from None
 
 
 def _foreign_class(path: str) -> type[ForeignObject]:
@@ -340,15 +385,21 @@ def _scalar(array_type: _ArrayType, raw: bytes) -> float | int:
     return array_type.decode(raw).item()
 
 
-def _replace_arrays(value: Any, seen: dict[int, Any]) -> Any:
-    """Turn array records into numbers throughout; containers are changed in place, tuples rebuilt."""
+def _replace_arrays(value: Any, seen: dict[int, tuple[Any, Any]]) -> Any:
+    """Turn array records into numbers throughout; containers are changed in place, tuples rebuilt.
+
+    ``seen`` maps the identity of a container to itself, which keeps the identity taken, and to its replacement.
+    """
     if isinstance(value, _ArrayRecord):
         return value.plain()
-    if isinstance(value, tuple):
-        return tuple(_replace_arrays(item, seen) for item in value)
-    if id(value) in seen or not isinstance(value, (dict, list, ForeignObject)):
+    if not isinstance(value, (tuple, dict, list, ForeignObject)):
         return value
-    seen[id(value)] = value
+    if id(value) in seen:
+        return seen[id(value)][1]
+    if isinstance(value, tuple):
+        seen[id(value)] = value, tuple(_replace_arrays(item, seen) for item in value)
+        return seen[id(value)][1]
+    seen[id(value)] = value, value
     items: Any = value.attributes if isinstance(value, ForeignObject) else value
     for key in list(items) if isinstance(items, dict) else range(len(items)):
         items[key] = _replace_arrays(items[key], seen)

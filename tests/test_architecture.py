@@ -36,12 +36,12 @@ REEXPORTS = {
 
 # Imports point downwards or stay on a level; the first pattern that fits a module gives its level.
 LEVELS = (
-    (r"utils\.(log|files|runtime|boxes|anchors)|models\.upstream|(models|utils)(\.\w+)?\.__init__", 0),
-    (r"models\.blocks|utils\.(nms|cli|preflight|options(\.\w+)?)", 1),
+    (r"utils\.(log|files|runtime|boxes|anchors|threads|kernels(\.\w+)*)|models\.upstream|(models|utils)(\.\w+)?\.__init__", 0),
+    (r"models\.(blocks|stages)|utils\.(nms|slicing|cli|preflight|options(\.\w+)?)", 1),
     (r"models\.heads|utils\.data\..*", 2),
-    (r"models\.(backend)|utils\.evaluate\.validator|utils\.train\.monitor", 5),
+    (r"models\.(backend|runners)|utils\.evaluate\.validator|utils\.train\.monitor", 5),
     (r"utils\.train\.(trainer|profiling|setup|state|loaders|autobatch)|utils\.evaluate\.tasks|utils\.deploy\..*", 6),
-    (r"models\.(checkpoint|safe_reader)", 4),
+    (r"models\.(checkpoint|safe_reader|published|transfer|upstream_file)", 4),
     (r"models\..*|utils\.train\..*|utils\.evaluate\..*", 3),
     (r"\w+|scripts\..*|bench\..*", 7),
 )
@@ -63,14 +63,17 @@ HEAVY_HOMES = {
     "scipy": r"utils/evaluate/",
     "tensorboard": r"utils/train/monitor",
     "pycocotools": r"utils/evaluate/coco",
-    "onnx": r"utils/deploy/|models/backend",
-    "onnxruntime": r"utils/deploy/|models/backend",
+    "onnx": r"utils/deploy/|models/runners",
+    "onnxruntime": r"utils/deploy/|models/runners",
+    "openvino": r"utils/deploy/|models/runners",
     "onnxslim": r"utils/deploy/",
-    "tensorrt": r"utils/deploy/|models/backend",
+    "tensorrt": r"utils/deploy/|models/runners",
+    "triton": r"utils/kernels/programs/",
+    "mss": r"utils/data/screen",
 }
 # May be imported inside functions: the above, and what only some machines have or only some commands need.
 LAZY_PACKAGES = {*HEAVY_HOMES, "torch.utils.tensorboard", "PIL", "pynvml", "torchvision", "resource"}
-LAZY_OWN = r"utils\.(evaluate|deploy)\b"
+LAZY_OWN = r"utils\.(evaluate|deploy)\b|utils\.kernels\.programs\b"  # the latter loads Triton
 
 
 @dataclass(frozen=True)
@@ -362,7 +365,7 @@ def test_pickle_is_read_by_the_safe_reader_only() -> None:
         for file in library_files()
         for target in imports_of(file)
         if target.name.split(".")[0] in ("pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal")
-        and module_name(file) != "models.safe_reader"
+        and module_name(file) not in ("models.safe_reader", "models.upstream_file")  # the latter writes only
     ]
     assert not faults, f"pickle outside models/safe_reader.py: {faults}"
 

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.reference.nms import suppress
+from tests.reference.nms import one_by_one, suppress
+from utils import nms
 from utils.nms import non_max_suppression
 
 ROWS = [
@@ -84,6 +86,79 @@ def test_matches_the_oracle(seed: int, multi_label: bool, agnostic: bool) -> Non
     expected = suppress(prediction[0].T.double().tolist(), **options)
     assert len(found) == len(expected)
     np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+def crowd(seed: int, batch: int, count: int, classes: int, sharp: float) -> Tensor:
+    """Boxes around a few centres, as a network gives them: long chains of candidates that overlap each other."""
+    random = torch.Generator().manual_seed(seed)
+    centre = torch.rand(batch, 2, 8, generator=random) * 300
+    owner = torch.randint(0, 8, (batch, 1, count), generator=random).expand(-1, 2, -1)
+    place = centre.gather(2, owner) + torch.randn(batch, 2, count, generator=random) * 6
+    sides = torch.rand(batch, 2, count, generator=random) * 30 + 20
+    scores = torch.rand(batch, classes, count, generator=random) ** sharp
+    return torch.cat((place, sides, scores), 1)
+
+
+@pytest.mark.parametrize("block", [4, 128])
+@pytest.mark.parametrize(
+    ("classes", "sharp", "options"),
+    [
+        (3, 4.0, {"multi_label": True}),
+        (1, 1.0, {"multi_label": True}),
+        (3, 1.0, {"agnostic": True, "max_det": 7}),
+        (20, 30.0, {"multi_label": True, "max_det": 40}),
+        (3, 2.0, {"multi_label": True, "half": True}),  # many equal scores: the order of the candidates decides
+    ],
+)
+def test_equals_pictures_taken_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, classes: int, sharp: float, options: dict, block: int
+) -> None:
+    pytest.importorskip("torchvision")
+    options = dict(options)
+    prediction = crowd(classes, 5, 400, classes, sharp)
+    prediction = prediction.half() if options.pop("half", False) else prediction
+    prediction[1, 4:] = 0  # a picture without any candidate
+    prediction[3, 4:, 20:] = 0  # and one with few
+    monkeypatch.setattr(nms, "CPU_BLOCK", block)
+    for limit in (nms.MAX_SCORES, 64):  # the second one halves the batch down to single pictures
+        monkeypatch.setattr(nms, "MAX_SCORES", limit)
+        found = non_max_suppression(prediction, 0.001, 0.7, **options)
+        expected = one_by_one(prediction, 0.001, 0.7, **options)
+        assert [len(part) for part in found] == [len(part) for part in expected]
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+
+
+def test_only_the_best_candidates_enter(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torchvision")
+    monkeypatch.setattr(nms, "MAX_CANDIDATES", 50)
+    prediction = crowd(0, 3, 200, 2, 1.0)
+    found = non_max_suppression(prediction, 0.001, 0.7, multi_label=True)
+    expected = one_by_one(prediction, 0.001, 0.7, multi_label=True, max_candidates=50)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+
+
+class CountWaits(TorchDispatchMode):
+    """Counts the operations for which the host has to wait for a device."""
+
+    NAMES = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "repeat_interleave", "unique")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+        self.waits += func.overloadpacket.__name__ in self.NAMES
+        return func(*args, **(kwargs or {}))
+
+
+def test_host_does_not_wait_for_each_picture() -> None:
+    single = crowd(1, 1, 400, 3, 4.0)
+    waits = []
+    for copies in (1, 16):
+        with CountWaits() as counter:
+            non_max_suppression(single.repeat(copies, 1, 1), 0.001, 0.7, multi_label=True)
+        waits.append(counter.waits)
+    assert waits[0] == waits[1] < 60
 
 
 def test_batch_equals_single_pictures_and_order_of_boxes_is_irrelevant() -> None:

@@ -2,7 +2,8 @@
 
 from utils.boxes import bbox_ioa, bbox_iou, box_iou
 from utils.evaluate.confusion import ConfusionMatrix
-from utils.evaluate.metrics import ap_per_class, compute_ap, fitness, process_batch, smooth
+from utils.evaluate.matching import process_batch
+from utils.evaluate.metrics import ap_per_class, compute_ap, fitness, smooth
 from utils.evaluate.plots import plot_mc_curve, plot_pr_curve
 
 __all__ = ["ConfusionMatrix", "ap_per_class", "bbox_ioa", "bbox_iou", "box_iou", "compute_ap", "fitness"]

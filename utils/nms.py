@@ -1,14 +1,38 @@
-"""Non-maximum suppression of the predictions of one batch, without a time limit: no picture is ever left out."""
+"""Non-maximum suppression of a whole batch at once, on its device and in float32, without a time limit.
+
+The greedy rule is worked through in blocks of candidates, all pictures side by side. The host waits for the device a
+few times per batch, never per picture, and no picture is ever left out.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torchvision.ops import nms
 
 MAX_CANDIDATES = 30_000  # rows per picture that enter the suppression, best first
+MAX_SCORES = 1 << 24  # class probabilities looked at together; larger batches are halved to bound the memory
+CPU_BLOCK, DEVICE_BLOCK = 128, 512  # candidates per picture and round: little work in vain, few rounds
+PASSES = 3  # over a block between two looks at the result on a device, where looking costs more than a pass
+
+
+@dataclass(frozen=True)
+class _Candidates:
+    """What may become a detection, of all pictures of a batch."""
+
+    image: Tensor  # (R,) number of the picture in the batch
+    score: Tensor  # (R,)
+    label: Tensor  # (R,) class, as float like everything that ends in a detection row
+    source: Tensor  # (R,) row of the tables below
+    corners: Tensor  # (n, 4) x1 y1 x2 y2 in pixels
+    further: Tensor  # (n, nm)
+
+    def select(self, index: Tensor) -> _Candidates:
+        """Return the candidates at ``index`` (numbers or a mask)."""
+        picked = (part[index] for part in (self.image, self.score, self.label, self.source))
+        return _Candidates(*picked, self.corners, self.further)
 
 
 def non_max_suppression(
@@ -45,23 +69,25 @@ def non_max_suppression(
     for name, value in (("conf_thres", conf_thres), ("iou_thres", iou_thres)):
         if not 0 <= value <= 1:
             raise ValueError(f"{name} is {value}: give a value from 0 to 1")
-    prediction = _lead_tensor(prediction)
+    prediction = _lead_tensor(prediction).detach()
     num_classes = prediction.shape[1] - 4 - nm
     if num_classes < 1:
         raise ValueError(f"prediction has shape {tuple(prediction.shape)}: expected (batch, 4 + classes + {nm}, boxes)")
-    multi_label = multi_label and num_classes > 1
-    results = []
-    for index, rows in enumerate(prediction.detach().transpose(1, 2)):  # (A, 4 + nc + nm)
-        # The cheap test comes first: at a usual threshold it drops nearly all rows.
-        rows = rows[rows[:, 4 : 4 + num_classes].amax(1) > conf_thres].float()
-        if len(labels):
-            rows = torch.cat((rows, _as_predictions(labels[index], rows)))
-        candidates = _candidates(rows, num_classes, conf_thres, multi_label)
-        if classes is not None:
-            wanted = torch.as_tensor(list(classes), dtype=candidates.dtype, device=candidates.device)
-            candidates = candidates[torch.isin(candidates[:, 5], wanted)]
-        results.append(_suppress(candidates, iou_thres, agnostic, max_det))
-    return results
+    # The cheap test comes first: at a usual threshold it drops nearly all rows.
+    image, anchor = (prediction[:, 4 : 4 + num_classes].amax(1) > conf_thres).nonzero(as_tuple=True)
+    if len(prediction) > 1 and len(image) * num_classes > MAX_SCORES:
+        options = (conf_thres, iou_thres, classes, agnostic, multi_label)
+        half = len(prediction) // 2
+        parts = ((prediction[:half], labels[:half]), (prediction[half:], labels[half:]))
+        return [rows for part, sure in parts for rows in non_max_suppression(part, *options, sure, max_det, nm)]
+    rows = prediction[image, :, anchor].float()  # (n, 4 + nc + nm)
+    if len(labels):
+        image, rows = _with_labels(image, rows, labels)
+    candidates = _candidates(image, rows, num_classes, conf_thres, multi_label and num_classes > 1)
+    if classes is not None:
+        wanted = torch.as_tensor(list(classes), dtype=candidates.label.dtype, device=rows.device)
+        candidates = candidates.select(torch.isin(candidates.label, wanted))
+    return _suppress(candidates, len(prediction), iou_thres, agnostic, max_det)
 
 
 def _lead_tensor(output: Tensor | Sequence) -> Tensor:
@@ -72,38 +98,96 @@ def _lead_tensor(output: Tensor | Sequence) -> Tensor:
     return output
 
 
-def _as_predictions(labels: Tensor, like: Tensor) -> Tensor:
-    """Write label rows (k, 5) as prediction rows of probability 1."""
-    rows = like.new_zeros((len(labels), like.shape[1]))
-    rows[:, :4] = labels[:, 1:5]
-    rows.scatter_(1, labels[:, :1].long().to(rows.device) + 4, 1.0)
-    return rows
+def _with_labels(image: Tensor, rows: Tensor, labels: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Append label rows (k, 5) of each picture as prediction rows of probability 1."""
+    known = torch.cat([part.to(rows) for part in labels])  # (K, 5)
+    sizes = torch.tensor([len(part) for part in labels])
+    added = rows.new_zeros((len(known), rows.shape[1]))
+    added[:, :4] = known[:, 1:]
+    added.scatter_(1, known[:, :1].long() + 4, 1.0)
+    return torch.cat((image, torch.arange(len(labels)).repeat_interleave(sizes).to(image))), torch.cat((rows, added))
 
 
-def _candidates(rows: Tensor, num_classes: int, conf_thres: float, multi_label: bool) -> Tensor:
-    """Turn prediction rows into detection rows x1, y1, x2, y2, confidence, class, further values."""
+def _candidates(image: Tensor, rows: Tensor, num_classes: int, conf_thres: float, multi_label: bool) -> _Candidates:
+    """Turn prediction rows (n, 4 + nc + nm) into candidates: every class above the threshold, or the best one."""
     boxes, scores, further = rows.split((4, num_classes, rows.shape[1] - 4 - num_classes), 1)
     corners = torch.cat((boxes[:, :2] - boxes[:, 2:] / 2, boxes[:, :2] + boxes[:, 2:] / 2), 1)
     if multi_label:
-        row, label = (scores > conf_thres).nonzero(as_tuple=True)
-        found = (corners[row], scores[row, label, None], label[:, None].to(rows.dtype), further[row])
-    else:
-        confidence, label = scores.max(1, keepdim=True)
-        found = (corners, confidence, label.to(rows.dtype), further)
-    return torch.cat(found, 1)
+        source, label = ((scores > conf_thres) & corners.isfinite().all(1, keepdim=True)).nonzero(as_tuple=True)
+        return _Candidates(image[source], scores[source, label], label.to(rows.dtype), source, corners, further)
+    confidence, label = scores.max(1)
+    source = corners.isfinite().all(1).nonzero()[:, 0]
+    return _Candidates(image[source], confidence[source], label[source].to(rows.dtype), source, corners, further)
 
 
-def _suppress(candidates: Tensor, iou_thres: float, agnostic: bool, max_det: int) -> Tensor:
-    """Sort by confidence, drop what overlaps a better box of the same class, keep ``max_det`` rows."""
-    candidates = candidates[candidates[:, :4].isfinite().all(1)]
-    order = candidates[:, 4].argsort(descending=True, stable=True)[:MAX_CANDIDATES]
-    candidates = candidates[order]
-    if not len(candidates):
-        return candidates
-    # Classes are kept apart by moving each to a place of its own. In float32 that would round the coordinates of
-    # high classes to a sixteenth of a pixel and change which boxes survive; MPS has nothing better to offer.
-    boxes = candidates[:, :4]
-    if not agnostic:
-        boxes = boxes.to(torch.float32 if boxes.device.type == "mps" else torch.float64)
-        boxes = boxes + candidates[:, 5:6] * (boxes.max() - boxes.min() + 1)
-    return candidates[nms(boxes, candidates[:, 4].to(boxes.dtype), iou_thres)[:max_det]]
+def _suppress(found: _Candidates, batch: int, iou_thres: float, agnostic: bool, max_det: int) -> list[Tensor]:
+    """Drop what overlaps a better box of its class, keep ``max_det`` rows of each picture, best first."""
+    # Bits of positive floats rise with their values, so one whole number orders by picture and falling confidence.
+    order = ((found.image << 32) - found.score.view(torch.int32)).argsort(stable=True)
+    found = found.select(order)
+    counts = found.image.new_zeros(batch).index_add_(0, found.image, torch.ones_like(found.image))
+    start = counts.cumsum(0) - counts
+    index, kept = _greedy(found, start, start + counts.clamp(max=MAX_CANDIDATES), iou_thres, agnostic, max_det)
+    index = index[torch.arange(max_det, device=index.device) < kept[:, None]]  # (kept rows,), picture by picture
+    found = found.select(index)
+    corners, further = found.corners[found.source], found.further[found.source]
+    return list(torch.cat((corners, found.score[:, None], found.label[:, None], further), 1).split(kept.tolist()))
+
+
+def _greedy(
+    found: _Candidates, start: Tensor, end: Tensor, iou_thres: float, agnostic: bool, max_det: int
+) -> tuple[Tensor, Tensor]:
+    """Return which candidates survive: their numbers (B, max_det), and how many of a row count (B,).
+
+    Args:
+        found: sorted by picture, then by falling confidence.
+        start, end: (B,) where the candidates of each picture begin and end.
+    """
+    total, device = len(found.image), start.device
+    # one more row, for the places that are not taken: an empty box of no class overlaps nothing
+    boxes = torch.cat((found.corners[found.source], found.corners.new_zeros(1, 4)))
+    label = torch.zeros_like(found.label) if agnostic else found.label
+    label = torch.cat((label, label.new_full((1,), -1)))
+    block = CPU_BLOCK if device.type == "cpu" else DEVICE_BLOCK
+    steps = torch.arange(block, device=device)
+    chosen = torch.full((len(start), max_det + 1), total, device=device)  # the last column takes what is too much
+    kept = torch.zeros_like(start)
+    done = 0
+    while len(active := ((kept < max_det) & (start + done < end)).nonzero()[:, 0]):
+        index = start[active, None] + done + steps  # (b, block)
+        is_real = index < end[active, None]
+        index = torch.where(is_real, index, total)
+        prior = chosen[active, : min(done, max_det)]  # (b, k)
+        beaten = _overlapping(boxes[prior], label[prior], boxes[index], label[index], iou_thres).any(1)
+        survives = _resolve(boxes[index], label[index], is_real & ~beaten, iou_thres)
+        place = kept[active, None] + survives.cumsum(1) - 1
+        chosen[active[:, None], torch.where(survives, place.clamp(max=max_det), max_det)] = index
+        kept[active] = (kept[active] + survives.sum(1)).clamp(max=max_det)
+        done += block
+    return chosen[:, :max_det], kept
+
+
+def _resolve(boxes: Tensor, label: Tensor, is_free: Tensor, iou_thres: float) -> Tensor:
+    """Return which candidates of a block survive each other, (b, M); ``is_free`` are those nothing beat before.
+
+    A candidate goes if a survivor in front of it overlaps it. Started with all of them, this rule settles after as
+    many passes as the longest chain of candidates that depend on each other, and then is the greedy result.
+    """
+    conflict = _overlapping(boxes, label, boxes, label, iou_thres).triu(1)  # (b, M, M): row in front of column
+    survives = is_free
+    while True:
+        before = survives
+        for _ in range(1 if boxes.device.type == "cpu" else PASSES):
+            before, survives = survives, is_free & ~(conflict & survives[:, :, None]).any(1)
+        if torch.equal(before, survives):
+            return survives
+
+
+def _overlapping(first: Tensor, first_label: Tensor, second: Tensor, second_label: Tensor, iou_thres: float) -> Tensor:
+    """Tell of boxes (b, K, 4) and (b, M, 4) which pairs are of one class and have an IoU above the threshold."""
+    ax1, ay1, ax2, ay2 = first[:, :, None].unbind(-1)  # (b, K, 1)
+    bx1, by1, bx2, by2 = second[:, None].unbind(-1)  # (b, 1, M)
+    shared = (torch.minimum(ax2, bx2) - torch.maximum(ax1, bx1)).clamp_(min=0)
+    shared *= (torch.minimum(ay2, by2) - torch.maximum(ay1, by1)).clamp_(min=0)
+    union = (ax2 - ax1) * (ay2 - ay1) + (bx2 - bx1) * (by2 - by1) - shared
+    return (shared > union.mul_(iou_thres)) & (first_label[:, :, None] == second_label[:, None])

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from tests.data.drawing import BOXES, colour_faults, paint, pattern
 from tests.data.oracles import is_kept, mosaic_by_pixels, warped_box
+from utils.boxes import resample_segments, segment2box
 from utils.data.augment import (
     AffineDraws,
     AugmentSettings,
@@ -28,8 +29,10 @@ from utils.data.augment import (
     flip_labels,
     mixup,
     mosaic4,
+    outline_points,
     random_perspective,
     to_pixels,
+    warp_targets,
 )
 
 # Matrix of a mosaic's warp, copied from reference numbers: input 256 x 192, border (-64, -48).
@@ -91,6 +94,38 @@ def test_affine_boxes_against_point_by_point(seed: int, perspective: float) -> N
             expected.append([cls, *new])
     assert len(kept) == len(expected)
     np.testing.assert_allclose(kept, np.array(expected).reshape(-1, 5), atol=1e-3)
+
+
+def ragged_outlines(seed: int, side: int = 100) -> list[np.ndarray]:
+    """Polygons of 1 to 40 vertices, some of them outside of a picture of this side."""
+    rng = np.random.default_rng(seed)
+    return [rng.uniform(-50, side + 50, (count, 2)).astype(np.float32) for count in (3, 1, 40, 7, 2, 12)]
+
+
+def test_outlines_all_at_once() -> None:
+    outlines = ragged_outlines(0)
+    expected = np.stack(resample_segments(list(outlines)))
+    found = outline_points(np.concatenate(outlines).astype(np.float64), outlines)
+    assert found.shape == (6, 1000, 2)
+    assert np.abs(found - expected).max() < 1e-10
+
+
+@pytest.mark.parametrize("perspective", [0.0, 0.002])
+@pytest.mark.parametrize("seed", range(5))
+def test_warped_outlines_against_one_after_the_other(seed: int, perspective: float) -> None:
+    outlines = ragged_outlines(seed)
+    draws = draw_affine(np.random.default_rng(seed), 30, 0.3, 0.4, 10, perspective)
+    matrix = affine_matrix(draws, (100, 100), (100, 100))
+    expected = []
+    for points in resample_segments(list(outlines)):
+        moved = np.concatenate((points, np.ones((1000, 1))), 1) @ matrix.T
+        expected.append(segment2box(moved[:, :2] / moved[:, 2:], 100, 100))
+    corners = np.array([(*points.min(0), *points.max(0)) for points in outlines])
+    targets = np.concatenate((np.arange(6.0)[:, None], corners), 1)
+    kept = warp_targets(targets, outlines, matrix, draws.scale, (100, 100), is_projective=bool(perspective))
+    assert len(kept)
+    for row in kept:
+        assert np.allclose(row[1:], expected[int(row[0])], atol=1e-6)
 
 
 def test_affine_moves_pixels_and_boxes_together() -> None:

@@ -64,6 +64,14 @@ def test_linked_folders_are_entered_once(tmp_path: Path) -> None:
     assert names_of(list_images(root).files, root) == ["a.jpg", "dead.jpg", "more/b.jpg"]
 
 
+@pytest.mark.parametrize("lines", [["set"], ["./set/", "set2"]])
+def test_a_list_that_names_folders_only_says_where_folders_belong(tmp_path: Path, lines: list[str]) -> None:
+    touch(tmp_path, "set/a.jpg", "set2/b.jpg")
+    (tmp_path / "list.txt").write_text("\n".join(lines))
+    with pytest.raises(ValueError, match=r"list\.txt.* folders.*train: \["):
+        list_images(tmp_path / "list.txt")
+
+
 def test_errors_name_the_place(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="nowhere"):
         list_images(tmp_path / "nowhere")

@@ -129,6 +129,45 @@ def test_image_weights_draw_pictures_and_replace_rect(shapes_dataset: Path, monk
         loader.set_epoch(2, image_weights=[1, 2])
 
 
+@pytest.fixture
+def rare(tmp_path: Path) -> Path:
+    """Ten pictures, one of which holds class 1."""
+    files = {}
+    for i in range(10):
+        box = [(int(i == 4), 0.5, 0.5, 0.8, 0.8)]
+        files[f"{i}.png"] = (paint(64, 64, box), label_text(box))
+    images = write_set(tmp_path, files)
+    (tmp_path / "data.yaml").write_text(f"train: {images}\nval: {images}\nnames: [a, b]\n")
+    return tmp_path / "data.yaml"
+
+
+@pytest.mark.parametrize("mixup", [0.0, 1.0])
+def test_all_pictures_of_a_mosaic_follow_the_weights(rare: Path, mixup: float) -> None:
+    """A picture of weight 0 is in no place of a mosaic; the first one of a second mosaic is drawn evenly."""
+    loader = loader_of(rare, hyp={"mosaic": 1.0, "mixup": mixup}, image_weights=True)
+    weights = np.zeros(10)
+    weights[4] = 1
+    loader.set_epoch(0, image_weights=weights)
+    classes = torch.cat([batch[1][:, 1] for batch in loader])
+    assert len(classes) > 20
+    assert (classes == 1).all() if not mixup else (classes == 1).float().mean() > 0.8
+
+
+@pytest.mark.parametrize("mosaic", [0.0, 1.0])
+def test_a_picture_that_is_drawn_again_looks_different(rare: Path, mosaic: float) -> None:
+    hyp, seen = {"mosaic": mosaic, "translate": 0.2, "scale": 0.5, "hsv_v": 0.4}, []
+    for workers in (0, 2):
+        loader = loader_of(rare, workers, hyp=hyp, image_weights=True)
+        weights = np.zeros(10)
+        weights[4] = 1
+        loader.set_epoch(0, image_weights=weights)
+        pictures = [picture.numpy().tobytes() for batch in loader for picture in batch[0]]
+        assert len(pictures) == len(set(pictures)) == 10
+        seen.append(pictures)
+        loader.close()
+    assert seen[0] == seen[1]
+
+
 def test_cache_arguments_are_passed_on_where_given(monkeypatch: pytest.MonkeyPatch, shapes_dataset: Path) -> None:
     seen: list[dict] = []
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from utils.data.dataset import SampleKey
 from utils.data.sampling import (
+    PARTNERS,
     BatchStream,
     EpochPlan,
     checked_weights,
@@ -49,6 +51,29 @@ def test_stream_goes_on_with_the_announced_epoch_only() -> None:
     assert [plan.epoch for plan in stream.begun] == [5]
     assert stream.announced is None
     assert len(list(stream)) == 3
+
+
+def test_weighted_keys_tell_repetitions_and_partners() -> None:
+    """The n-th showing of a picture has the number n - 1; partners come from the drawn pictures, as often as those."""
+    weights = np.array([0, 1, 1, 2, 0, 20])
+    stream = BatchStream(6, 4, seed=3)
+    stream.current = EpochPlan(7, weights=weights)
+    keys = [key for batch in stream for key in batch]
+    order = epoch_order(6, 7, seed=3, weights=weights).tolist()
+    assert [key.index for key in keys] == order
+    assert [key.repeat for key in keys] == [order[:i].count(index) for i, index in enumerate(order)]
+    assert len(set(keys)) == len(keys)
+    assert all(len(key.partners) == PARTNERS and set(key.partners) <= set(order) for key in keys)
+    partners = [index for epoch in range(300) for key in keys_of(epoch, weights) for index in key.partners]
+    assert np.bincount(partners, minlength=6) / len(partners) == pytest.approx(weights / weights.sum(), abs=0.03)
+    assert keys_of(7, weights) == keys
+    assert all((key.repeat, key.partners) == (0, ()) for key in keys_of(7, None))
+
+
+def keys_of(epoch: int, weights: np.ndarray | None) -> list[SampleKey]:
+    stream = BatchStream(6, 6, seed=3)
+    stream.current = EpochPlan(epoch, weights=weights)
+    return next(iter(stream))
 
 
 @pytest.mark.parametrize(

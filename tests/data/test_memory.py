@@ -5,15 +5,43 @@ from __future__ import annotations
 import copy
 import multiprocessing
 import platform
+import re
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from utils.data.memory import UNKNOWN, SharedBytes, available_memory_bytes, keep_freed_memory
+from tests.data.drawing import label_text, paint, write_set
+from utils.data.dataset import LoadImagesAndLabels
+from utils.data.memory import UNKNOWN, SharedBytes, available_memory_bytes, keep_freed_memory, size_text
 
 needs_posix = pytest.mark.skipif(sys.platform == "win32", reason="no shared buffers on Windows")
+
+
+@pytest.mark.parametrize(
+    ("size", "wanted"),
+    [
+        (0, "0 KB"),
+        (700, "1 KB"),
+        (18_000, "18 KB"),
+        (5 << 20, "5.0 MB"),
+        (99 << 20, "99.0 MB"),
+        (107 << 20, "0.10 GB"),
+        (3 << 29, "1.50 GB"),
+        (150 << 30, "150.00 GB"),
+    ],
+)
+def test_sizes_are_never_printed_as_nothing(size: int, wanted: str) -> None:
+    assert size_text(size) == wanted
+
+
+@pytest.mark.parametrize("cache", ["ram", "disk"])
+def test_small_caches_are_told_in_small_units(tmp_path: Path, messages: list[str], cache: str) -> None:
+    images = write_set(tmp_path, {"a.png": (paint(), label_text())})
+    LoadImagesAndLabels(images, 64, True, {"mosaic": 1.0}, cache=cache, mosaic_cache=1, cache_dir=tmp_path / "kept")
+    assert not any(re.search(r"\b0\.0+ GB", message) for message in messages)
+    assert any(re.search(r"[\d.]+ [KM]B", message) for message in messages)
 
 
 def write(root: Path, files: dict[str, str]) -> Path:

@@ -120,7 +120,8 @@ def test_renewal_leaves_one_file(make: Make, tmp_path: Path) -> None:
 def test_changes_lead_to_new_mosaics(images: Path, make: Make, tmp_path: Path) -> None:
     data = make()
     samples(data, 0)
-    names = {stored(tmp_path)[0].name}
+    del data  # else they are in use
+    names = {stored(tmp_path)[0].parent.name}
     for change in ("size", "seed", "count", "label", "picture"):
         if change == "label":
             label = images.parents[1] / "labels" / "train" / "0.txt"
@@ -131,7 +132,7 @@ def test_changes_lead_to_new_mosaics(images: Path, make: Make, tmp_path: Path) -
         image = samples(make(**options), 0)[0][0]
         assert image.shape[1] == options.get("size", 64)
         assert len(stored(tmp_path)) == 1  # what belonged to the former state is gone
-        names.add(stored(tmp_path)[0].name)
+        names.add(stored(tmp_path)[0].parent.name)
     assert len(names) == 6
 
 

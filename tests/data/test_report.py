@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from pathlib import Path
 
 import cv2
@@ -11,6 +13,7 @@ import pytest
 
 from tests.data.drawing import BOXES, encode, label_text, paint, write_set
 from utils.data import report as report_module
+from utils.data.dataset import LoadImagesAndLabels
 from utils.data.report import (
     box_pixels,
     choose_pictures,
@@ -125,6 +128,41 @@ def test_many_classes_are_cut(tmp_path: Path) -> None:
     assert len(table_lines({"train": report}, 640)) < 40
     assert "no object of class 0, 1, 2" in hints({"train": report})[0]
     assert hints({"train": report})[0].endswith("for them")
+
+
+def test_pictures_left_out_by_min_items_are_told(tmp_path: Path, messages: list[str]) -> None:
+    """Each number of the report counts what is trained on; what --min-items leaves out has a row of its own."""
+    rows = [label_text(BOXES[:count]) for count in (0, 1, 2, 3)]
+    images = write_set(tmp_path, {f"{i}.png": (paint(), text) for i, text in enumerate([*rows, None])})
+    data = LoadImagesAndLabels(images, 64, min_items=2, prefix="train: ")
+    report = describe(data.report, NAMES, 64)
+    assert report["left_out_by_min_items"] == {"min_items": 2, "count": 3}
+    assert (report["used"], report["objects"]) == (len(data), len(data.labels.values)) == (2, 5)
+    assert report["background"] == {"empty_label_file": 0, "no_label_file": 0}
+    assert [entry["objects"] for entry in report["classes"]] == [2, 2, 1, 0]
+    assert sum(entry["pictures"] for entry in report["picture_sizes"]["most_frequent"]) == 2
+    plain = describe(scan_dataset(images), NAMES, 64)
+    assert plain["left_out_by_min_items"] == {"min_items": 0, "count": 0}
+    write_data_report({"train": data.report, "val": scan_dataset(images)}, NAMES, 64, tmp_path / "run")
+    table = next(message for message in messages if message.startswith("Data"))
+    assert re.search(r"--min-items 2 leaves out +3 +0\n", table)
+    assert "min-items" not in "\n".join(table_lines({"train": plain}, 64))
+
+
+@pytest.mark.parametrize(("title", "key"), [("pictures left out", "left_out"), ("rows refused", "rows_refused")])
+def test_reasons_add_up(scan: ScanResult, title: str, key: str) -> None:
+    """However many reasons there are, the rows below a count sum up to it, in every column."""
+    report = describe(scan, NAMES, 640)
+    reasons = {f"reason {number}": number for number in range(1, 12)} | {"other": 3}
+    many = report | {key: {"count": sum(reasons.values()), "by_reason": reasons}}
+    few = report | {key: {"count": 5, "by_reason": {"reason 2": 4, "alone": 1}}}
+    lines = table_lines({"train": many, "val": few}, 640)
+    start = next(number for number, line in enumerate(lines) if line.startswith(title))
+    below = list(itertools.takewhile(lambda line: line.startswith("  "), lines[start + 1 :]))
+    columns = [[int(text) for text in line.split()[-2:]] for line in below]
+    assert [sum(column) for column in zip(*columns, strict=True)] == [many[key]["count"], few[key]["count"]]
+    assert sum(line.strip().startswith("other") for line in below) == 1
+    assert len(below) == report_module.SHOWN_KINDS + 1
 
 
 def test_hint_for_objects_that_vanish(tmp_path: Path) -> None:

@@ -360,6 +360,7 @@ def test_missing_and_odd_files_are_left_out(tmp_path: Path, messages: list[str])
     text = "\n".join(messages)
     assert "gone.jpg: left out: file is not there" in text
     assert "images: left out: is a folder" in text
+    assert "the data file" in text  # where folders can be named
 
 
 def test_label_of_another_spelling_is_used_unless_it_belongs_elsewhere(tmp_path: Path, messages: list[str]) -> None:

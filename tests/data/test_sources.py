@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from tests.deploy.fakes import picture, write_picture, write_video
-from utils.data.frames import Frame, Unreadable, VideoFile, usable_rate
-from utils.data.sources import LoadImages, LoadStreams, prefetched, read_frames, resolve_source
+from utils.data.frames import Frame, Unreadable, VideoFile, network_shape, to_network, usable_rate
+from utils.data.sources import LoadImages, LoadStreams, read_frames, resolve_source
 from utils.data.streams import without_password
 
 
@@ -85,8 +85,8 @@ def test_missing_and_empty_sources(tmp_path: Path) -> None:
         resolve_source("")
     with pytest.raises(ValueError, match="holds no picture or video; looked for the suffixes .*jpg.*mp4"):
         resolve_source(tmp_path)
-    with pytest.raises(ValueError, match="screen is not supported"):
-        resolve_source("screen 0")
+    with pytest.raises(ValueError, match="write 'screen'"):
+        resolve_source("screen left half")
 
 
 # --- lists ---
@@ -176,6 +176,39 @@ def test_unreadable_files_are_named_and_the_rest_goes_on(tmp_path: Path) -> None
     assert good == [(0, 0), (4, 0), (7, 1), (7, 2)]
 
 
+def test_pictures_are_decoded_ahead_in_their_order(tmp_path: Path) -> None:
+    for number in range(20):
+        write_picture(tmp_path / f"{number:02d}.png", picture(96, 64, (number, 0, number + 8, 8)))
+    (tmp_path / "07.png").write_bytes(b"")
+    write_video(tmp_path / "v.mp4", 3)
+    files = resolve_source(tmp_path).files
+    plain, ahead = list(read_frames(files)), list(read_frames(files, decoders=4))
+    assert [(event.item, getattr(event, "number", -1)) for event in ahead] == [
+        (event.item, getattr(event, "number", -1)) for event in plain
+    ]
+    assert all(
+        np.array_equal(one.image_bgr, other.image_bgr)
+        for one, other in zip(plain, ahead, strict=True)
+        if isinstance(one, Frame)
+    )
+    before = threading.active_count()
+    events = read_frames(files, decoders=4)
+    next(events)
+    events.close()
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("size", [(640, 640), (96, 64), (320, 640)])
+@pytest.mark.parametrize("auto", [True, False])
+def test_shape_for_the_network_is_known_without_letterboxing(size: tuple[int, int], auto: bool) -> None:
+    random = np.random.default_rng(0)
+    sides = [*random.integers(1, 1500, (60, 2)).tolist(), [1, 1], [1, 900], [900, 1], [640, 640], [480, 640]]
+    for height, width in sides:
+        image = np.zeros((height, width, 3), np.uint8)
+        wanted = to_network(image, size, 32, auto).shape[1:]
+        assert network_shape(height, width, size, 32, auto) == wanted, (height, width)
+
+
 @pytest.mark.parametrize(("stride", "wanted"), [(1, 12), (3, 4), (5, 2)])
 def test_video_stride_takes_the_last_of_each_group(tmp_path: Path, stride: int, wanted: int) -> None:
     path = write_video(tmp_path / "50%02d #一.mp4", 12, 30.0)
@@ -228,37 +261,6 @@ def test_load_images_gives_the_known_tuples(tmp_path: Path) -> None:
     assert isinstance(rows[1][3], cv2.VideoCapture) and rows[2][4].startswith("video 3/3 (2/2) ")
     with pytest.raises(ValueError, match="transforms"):
         LoadImages(tmp_path, transforms=object())
-
-
-# --- reading ahead ---
-
-
-def test_prefetched_keeps_order_and_hands_errors_on() -> None:
-    assert list(prefetched(range(50), 3)) == list(range(50))
-
-    def failing() -> Iterator[int]:
-        yield 1
-        raise OSError("disk gone")
-
-    received = []
-    with pytest.raises(OSError, match="disk gone"):
-        received.extend(prefetched(failing(), 1))
-
-
-def test_prefetched_stops_its_thread_when_the_consumer_leaves() -> None:
-    produced = []
-
-    def endless() -> Iterator[int]:
-        while True:
-            produced.append(len(produced))
-            yield produced[-1]
-
-    before = threading.active_count()
-    items = prefetched(endless(), 2)
-    assert [next(items), next(items)] == [0, 1]
-    items.close()
-    assert threading.active_count() == before
-    assert len(produced) <= 6
 
 
 # --- streams ---

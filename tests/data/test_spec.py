@@ -97,6 +97,43 @@ def test_errors_stop_at_once(tmp_path: Path, rest: str, words: str) -> None:
     assert str(path) in str(caught.value)
 
 
+@pytest.mark.parametrize("key", ["train", "val", "names"])
+@pytest.mark.parametrize("value", ["[]", "''", "", "{}", "['']", "~", "null"])
+def test_entries_that_are_there_and_empty(tmp_path: Path, key: str, value: str) -> None:
+    """An entry without content is not called missing: the user sees it in the file."""
+    entries = {"train": "images/train", "val": "images/val", "names": "[a]", key: value}
+    path = make(tmp_path, "".join(f"{name}: {text}\n" for name, text in entries.items()))
+    if (key, value) == ("names", "['']"):
+        assert load_data_spec(path).names == {0: ""}
+        return
+    with pytest.raises(ValueError, match="is empty") as caught:
+        load_data_spec(path)
+    assert f"{key}:" in str(caught.value)
+    assert "missing" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "pattern", ["images/*/a.jpg", "images/train/*.jpg", "images/t?ain", "images/[tv]*", "**/x.png"]
+)
+def test_patterns_are_called_patterns(tmp_path: Path, pattern: str) -> None:
+    for split in ("train", "test"):
+        entries = {"train": "images/train", "val": "images/val", split: f"'{pattern}'"}
+        text = "".join(f"{name}: {value}\n" for name, value in entries.items()) + "names: [a]\n"
+        with pytest.raises(FileNotFoundError) as caught:
+            load_data_spec(make(tmp_path, text)).split(split)
+        assert "pattern" in str(caught.value) and "folder" in str(caught.value)
+        assert pattern in str(caught.value)
+
+
+def test_a_folder_whose_name_looks_like_a_pattern_is_a_folder(tmp_path: Path) -> None:
+    path = make(tmp_path, "train: 'images/set [1]'\nval: images/val*\nnames: [a]\n", folders=("set [1]", "val*"))
+    assert load_data_spec(path).train == [tmp_path / "images" / "set [1]"]
+    text = "train: images/nowhere\nval: images/val*\nnames: [a]\n"
+    with pytest.raises(FileNotFoundError) as caught:
+        load_data_spec(make(tmp_path, text))
+    assert "pattern" not in str(caught.value)
+
+
 def test_missing_folder_is_shown_with_the_places_tried(tmp_path: Path) -> None:
     path = make(tmp_path, BODY.replace("images/val", "images/nowhere") + "names: [a]\n")
     with pytest.raises(FileNotFoundError) as caught:

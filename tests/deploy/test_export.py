@@ -7,22 +7,24 @@ import builtins
 import json
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from models.backend import DetectMultiBackend, ScriptRunner
+from models.backend import DetectMultiBackend
 from models.checkpoint import Checkpoint, save_checkpoint
 from models.graph import DetectionModel
 from models.heads import lead_prediction
 from models.reparam import inference_form
+from models.runners import ScriptRunner
 from tests.reference.fill import fill_state_dict
 from tests.reference.tiny import tiny_dual
-from utils.deploy import exporter
-from utils.deploy.description import ExportDescription
-from utils.deploy.exporter import InferenceNetwork, check_formats, export, trtexec_line
+from utils.deploy import formats
+from utils.deploy.exporter import export
+from utils.deploy.formats import FORMATS, InferenceNetwork, check_formats
 from utils.options import ExportOptions
 
 onnx = pytest.importorskip("onnx")
@@ -186,11 +188,11 @@ def test_size_is_rounded_up_to_the_stride(exported: Callable[..., Path]) -> None
 
 def test_formats_are_checked_before_anything_is_read() -> None:
     assert check_formats(["onnx", "torchscript"]) == ["torchscript", "onnx"]
-    for name in ("engine", "openvino", "coreml", "saved_model", "pb", "tflite", "edgetpu", "tfjs", "paddle",
-                 "onnx_end2end"):  # fmt: skip
+    assert check_formats(list(FORMATS)) == list(FORMATS)
+    for name in ("coreml", "saved_model", "pb", "tflite", "edgetpu", "tfjs", "paddle"):
         with pytest.raises(ValueError, match=f"{name} is not available here"):
             export(ExportOptions(weights=["nowhere.pt"], include=["onnx", name]))
-    with pytest.raises(ValueError, match="unknown format; expected torchscript or onnx"):
+    with pytest.raises(ValueError, match="unknown format; expected one of torchscript, engine, onnx"):
         check_formats(["onyx"])
 
 
@@ -198,8 +200,7 @@ def test_one_failing_format_does_not_stop_the_other(weights: Path, monkeypatch: 
     def fail(*_: object) -> None:
         raise RuntimeError("no space")
 
-    _, runner = exporter.WRITERS["torchscript"]
-    monkeypatch.setitem(exporter.WRITERS, "torchscript", (fail, runner))
+    monkeypatch.setitem(formats.FORMATS, "torchscript", replace(FORMATS["torchscript"], write=fail))
     files, failures = export(
         ExportOptions(weights=[str(weights)], imgsz=[HEIGHT, WIDTH], include=["torchscript", "onnx"])
     )
@@ -211,13 +212,12 @@ def test_one_failing_format_does_not_stop_the_other(weights: Path, monkeypatch: 
 def test_deviating_file_is_not_kept(weights: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     copied = tmp_path / "best.pt"
     copied.write_bytes(weights.read_bytes())
-    writer, _ = exporter.WRITERS["torchscript"]
 
     class Shifted(ScriptRunner):
         def forward(self, images: torch.Tensor) -> list[torch.Tensor]:
             return [output + 2.0 for output in super().forward(images)]
 
-    monkeypatch.setitem(exporter.WRITERS, "torchscript", (writer, Shifted))
+    monkeypatch.setitem(formats.FORMATS, "torchscript", replace(FORMATS["torchscript"], open=Shifted))
     _, failures = export(ExportOptions(weights=[str(copied)], imgsz=[HEIGHT, WIDTH]))
     assert len(failures) == 1 and "deviates from PyTorch by 2.0e+00 px" in failures[0]
     assert [file.name for file in tmp_path.iterdir()] == ["best.pt"]
@@ -248,15 +248,6 @@ def test_wrong_operator_set_and_wrong_file(weights: Path) -> None:
     assert "--opset 99: expected 11 to 20" in failures[0]
     _, failures = export(ExportOptions(weights=["best.onnx", "nowhere.pt"], include=["onnx"]))
     assert "starts from a .pt file" in failures[0] and "does not exist" in failures[1]
-
-
-def test_trtexec_line_fits_the_file() -> None:
-    description = ExportDescription(names={}, stride=32, shape=(8, 3, 640, 640))
-    assert trtexec_line(Path("a.onnx"), description, "images") == "trtexec --onnx=a.onnx --saveEngine=a.engine --fp16"
-    description = ExportDescription(names={}, stride=32, shape=(8, 3, 640, 640), dynamic=True)
-    assert trtexec_line(Path("a.onnx"), description, "input").endswith(
-        "--minShapes=input:1x3x640x640 --optShapes=input:4x3x640x640 --maxShapes=input:8x3x640x640"
-    )
 
 
 def test_export_leaves_the_weights_alone(exported: Callable[..., Path], weights: Path) -> None:

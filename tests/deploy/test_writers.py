@@ -11,7 +11,9 @@ import pytest
 from tests.deploy.fakes import NAMES, picture, read_video, write_video
 from utils.deploy import writers
 from utils.deploy.mp4_size import set_frame_size
-from utils.deploy.writers import RESULTS_HEADER, RunWriter, VideoWriter, plan_outputs
+from utils.deploy.tables import RESULTS_HEADER
+from utils.deploy.video import Codec
+from utils.deploy.writers import RunWriter, SaveOptions, plan_outputs
 
 ROWS = np.array([[20, 10, 60, 40, 0.9, 0], [0, 0, 96, 64, 0.5, 2]], np.float32)
 NOTHING = np.zeros((0, 6), np.float32)
@@ -22,10 +24,12 @@ def plan(*names: str) -> list[tuple[str, str]]:
     return [(output.media.as_posix(), output.stem.as_posix()) for output in plan_outputs(inputs)]
 
 
-def make_writer(folder: Path, *names: str, **keywords: object) -> RunWriter:
+def make_writer(folder: Path, *names: str, keep_open: bool = False, **options: bool) -> RunWriter:
     folder.mkdir(exist_ok=True)
-    inputs = [(Path(name), name.endswith((".mp4", ".avi"))) for name in names]
-    return RunWriter(folder, plan_outputs(inputs), list(names), NAMES, **keywords)
+    outputs = plan_outputs([(Path(name), name.endswith((".mp4", ".avi"))) for name in names])
+    return RunWriter(
+        folder, outputs, list(names), NAMES, SaveOptions(**options), keep_open=keep_open, codec=Codec(note="")
+    )
 
 
 def table_of(folder: Path) -> list[list[str]]:
@@ -62,7 +66,9 @@ def test_names_as_long_as_the_system_allows(tmp_path: Path) -> None:
     names = ["长" * 83 + ".jpg", "a" * 250 + ".png", "a" * 251 + ".ts", "a" * 250 + "b.ts"]
     outputs = plan_outputs([(Path(name), name.endswith(".ts")) for name in names])
     assert len({output.stem for output in outputs}) == len({output.media for output in outputs}) == 4
-    writer = RunWriter(tmp_path, outputs, names, NAMES, save_txt=True, save_crop=True)
+    writer = RunWriter(
+        tmp_path, outputs, names, NAMES, SaveOptions(save_txt=True, save_crop=True), codec=Codec(note="")
+    )
     with writer:
         for item in range(4):
             writer.write(item, 123456 if item > 1 else 0, picture(), picture(), ROWS, 25.0)
@@ -145,6 +151,54 @@ def test_crops_are_cut_from_the_original_and_numbered(tmp_path: Path) -> None:
     assert cv2.imread(str(tmp_path / "run/crops/green/a.jpg")).shape == (10, 12, 3)  # clipped to the picture
 
 
+@pytest.mark.parametrize("names", [("a.jpg", "a2.jpg", "a22.jpg"), ("a22.jpg", "a2.jpg", "a.jpg")])
+def test_crops_of_no_two_inputs_share_a_name(tmp_path: Path, names: tuple[str, ...]) -> None:
+    """Numbers behind a stem may look like another stem; 30 crops of each input have to be there at the end."""
+    with make_writer(tmp_path / "run", *names, save_crop=True, save_media=False) as writer:
+        for _ in range(15):
+            for item in range(3):
+                writer.write(item, 0, picture(), None, ROWS[[0, 0]], 0)
+    assert len(list((tmp_path / "run/crops/red").iterdir())) == 90
+
+
+def test_what_is_remembered_of_crops_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writers, "_replace_file", lambda path, data: None)
+    with make_writer(tmp_path / "run", "v.mp4", save_crop=True, save_media=False) as writer:
+        for frame in range(1, 200):
+            writer.write(0, frame, picture(), None, ROWS, 25)
+        assert len(writer._crop_counts) == 2  # one for each class
+
+
+def test_an_earlier_run_leaves_nothing_that_this_one_did_not_find(tmp_path: Path) -> None:
+    """Fewer frames (a larger stride) and fewer boxes (a higher threshold); files of other inputs stay."""
+    options = {"save_txt": True, "save_crop": True, "save_media": False}
+    with make_writer(tmp_path / "run", "v.mp4", "b.jpg", **options) as writer:
+        for frame in (1, 2, 3):
+            writer.write(0, frame, picture(), None, ROWS[[0, 0]], 25)
+        writer.write(1, 0, picture(), None, ROWS[:1], 0)
+    assert len(files_of(tmp_path / "run")) == 4 + 7 + 1
+    with make_writer(tmp_path / "run", "v.mp4", **options) as writer:
+        writer.write(0, 1, picture(), None, ROWS[:1], 25)
+    assert files_of(tmp_path / "run") == [
+        "crops/red/b.jpg",
+        "crops/red/v.jpg",
+        "labels/b.txt",
+        "labels/v_1.txt",
+        "results.txt",
+    ]
+    with make_writer(tmp_path / "run", "v.mp4", "b.jpg", save_media=False) as writer:  # asks for neither
+        writer.write(0, 1, picture(), None, NOTHING, 25)
+    assert len(files_of(tmp_path / "run")) == 5
+
+
+def test_empty_label_files_on_demand(tmp_path: Path) -> None:
+    with make_writer(tmp_path / "run", "a.jpg", "v.mp4", save_txt=True, save_empty=True, save_media=False) as writer:
+        writer.write(0, 0, picture(), None, NOTHING, 0)
+        writer.write(1, 1, picture(), None, NOTHING, 25)
+    assert [(tmp_path / "run/labels" / name).read_bytes() for name in ("a.txt", "v_1.txt")] == [b"", b""]
+    assert writer.label_files == 2
+
+
 def test_box_outside_the_picture_gives_no_crop(tmp_path: Path) -> None:
     rows = np.array([[200, 200, 220, 220, 0.9, 0]], np.float32)
     with make_writer(tmp_path / "run", "a.jpg", save_crop=True, save_media=False) as writer:
@@ -173,32 +227,6 @@ def test_picture_beyond_its_format_becomes_png(tmp_path: Path) -> None:
 # --- videos ---
 
 
-@pytest.mark.parametrize(("width", "height"), [(96, 64), (95, 63), (33, 64), (641, 359), (1, 1)])
-def test_videos_keep_size_rate_and_frames(tmp_path: Path, width: int, height: int) -> None:
-    frames = [picture(width, height, None) + np.uint8(20 * number) for number in range(6)]
-    for image in frames:
-        image[:, -1:] = image[-1:] = 200  # last column and row are there
-    writer = VideoWriter(tmp_path / "50%d #一.mp4", 25 / 3, width, height)
-    for image in frames:
-        writer.write(image)
-    assert [path.name for path in tmp_path.glob("[!.]*")] == []  # the name appears when the file is complete
-    writer.release()
-    written, rate = read_video(tmp_path / "50%d #一.mp4")
-    assert files_of(tmp_path) == ["50%d #一.mp4"]
-    assert len(written) == 6 and rate == pytest.approx(25 / 3, abs=0.01)
-    for image, wanted in zip(written, frames, strict=True):
-        assert image.shape == wanted.shape
-        assert np.abs(image.astype(int) - wanted)[-1].mean() < 30 and np.abs(image.astype(int) - wanted).mean() < 12
-
-
-def test_frames_of_another_size_are_scaled(tmp_path: Path) -> None:
-    writer = VideoWriter(tmp_path / "a.mp4", 25, 96, 64)
-    for size in ((96, 64), (48, 32), (200, 100)):
-        writer.write(picture(*size))
-    writer.release()
-    assert [image.shape for image in read_video(tmp_path / "a.mp4")[0]] == [(64, 96, 3)] * 3
-
-
 def test_videos_in_turn_and_side_by_side(tmp_path: Path) -> None:
     for keep_open in (False, True):
         folder = tmp_path / str(keep_open)
@@ -219,6 +247,25 @@ def test_everything_is_closed_when_the_run_fails(tmp_path: Path) -> None:
     assert len(read_video(tmp_path / "run/a.mp4")[0]) == 1
     assert files_of(tmp_path / "run") == ["a.mp4", "results.txt"]
     assert len(table_of(tmp_path / "run")) == 2
+
+
+def test_one_video_that_fails_does_not_keep_the_others_open(tmp_path: Path) -> None:
+    with (
+        pytest.raises(OSError, match="disk full"),
+        make_writer(tmp_path / "run", "a.mp4", "b.mp4", "c.mp4", keep_open=True) as writer,
+    ):
+        for item in range(3):
+            writer.write(item, 1, picture(), picture(), ROWS, 25)
+        video, complete = writer._videos[1], writer._videos[1].release
+
+        def fail() -> None:
+            complete()
+            raise OSError("disk full")
+
+        video.release = fail
+    for name in ("a.mp4", "c.mp4"):
+        assert len(read_video(tmp_path / "run" / name)[0]) == 1
+    assert len(table_of(tmp_path / "run")) == 6
 
 
 def test_frame_size_of_other_files_is_left_alone(tmp_path: Path) -> None:

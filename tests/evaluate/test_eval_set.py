@@ -12,7 +12,8 @@ import torch
 from utils.boxes import xywh2xyxy
 from utils.evaluate.coco import CocoRecorder
 from utils.evaluate.confusion import ConfusionMatrix
-from utils.evaluate.metrics import ap_per_class, iou_thresholds, process_batch
+from utils.evaluate.matching import iou_thresholds, process_batch
+from utils.evaluate.metrics import ap_per_class
 
 
 def rows_of(file, size, columns):

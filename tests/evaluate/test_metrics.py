@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.evaluate.oracle import area_by_definition, match_by_definition
-from utils.evaluate import metrics
-from utils.evaluate.metrics import ap_per_class, compute_ap, fitness, iou_thresholds, process_batch, smooth
+from utils.boxes import box_iou
+from utils.evaluate import matching
+from utils.evaluate.matching import iou_thresholds, match_batch, process_batch
+from utils.evaluate.metrics import ap_per_class, compute_ap, fitness, smooth
 
 
 def cases(path, prefix):
@@ -139,17 +141,36 @@ def test_matching_invariants(seed, objects, count, classes):
 
 def test_a_batch_is_matched_like_its_images(monkeypatch):
     scenes = [random_scene(*sizes) for sizes in ((1, 4, 9), (2, 0, 5), (3, 6, 0), (4, 2, 7))]
-    detections = torch.cat([part for _, part in scenes])
-    labels = torch.cat([truth for truth, _ in scenes])
-    owner = torch.tensor([index for index, (_, part) in enumerate(scenes) for _ in part])
-    label_owner = torch.tensor([index for index, (truth, _) in enumerate(scenes) for _ in truth])
-    rows = metrics.pad_rows(detections, owner, 4, metrics.PAD_DETECTION, 5)
-    truth = metrics.pad_rows(labels, label_owner, 4, metrics.PAD_LABEL, 0)
+    found, wanted = [len(part) for _, part in scenes], [len(truth) for truth, _ in scenes]
+    detections, labels = torch.cat([part for _, part in scenes]), torch.cat([truth for truth, _ in scenes])
     expected = torch.cat([process_batch(part, objects, iou_thresholds()) for objects, part in scenes])
-    for limit in (metrics.MAX_PAIRS, 1):  # the second one forces image by image
-        monkeypatch.setattr(metrics, "MAX_PAIRS", limit)
-        correct = metrics.match_predictions(rows.block, truth.block, iou_thresholds())
-        assert torch.equal(correct[rows.image_index, rows.position], expected)
+    overlaps = [box_iou(part[:, :4], truth[:, 1:]) for truth, part in scenes]
+    starts = np.cumsum([0, *wanted])
+    for limit in (matching.MAX_PAIRS, 1):  # the second one forces image by image
+        monkeypatch.setattr(matching, "MAX_PAIRS", limit)
+        match = match_batch(detections, found, labels, wanted, iou_thresholds())
+        assert torch.equal(match.correct, expected)
+        pairs = {tuple(pair) for pair in match.pairs.tolist()}
+        assert pairs == {
+            (sum(found[:image]) + row, int(starts[image]) + label)
+            for image, table in enumerate(overlaps)
+            for row, label in (table >= matching.PAIR_OVERLAP).nonzero().tolist()
+            if scenes[image][0][label, 0] == scenes[image][1][row, 5]
+        }
+        nearest = torch.cat([table.amax(1) if table.numel() else torch.zeros(len(table)) for table in overlaps])
+        torch.testing.assert_close(match.nearest, nearest)
+        for image, table in enumerate(overlaps):
+            rows = slice(sum(found[:image]), sum(found[: image + 1]))
+            if table.numel():
+                chosen = match.nearest_label[rows] - int(starts[image])
+                assert torch.equal(chosen[table.amax(1) > 0], table.argmax(1)[table.amax(1) > 0])
+
+
+def test_a_batch_without_images_or_rows():
+    none = torch.zeros(0, 6), torch.zeros(0, 5)
+    for counts in ([], [0, 0]):
+        match = match_batch(none[0], counts, none[1], counts, iou_thresholds())
+        assert match.correct.shape == (0, 10) and match.pairs.shape == (0, 2)
 
 
 @settings(max_examples=40, deadline=None)

@@ -6,7 +6,6 @@ be perfect, which needs every step from the picture to the label file and back t
 
 from __future__ import annotations
 
-import logging
 import shutil
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from utils.data.spec import load_data_spec
 from utils.evaluate import plots, tasks
 from utils.evaluate.validator import Validator
 from utils.files import read_yaml, write_yaml
-from utils.log import LOGGER
 from utils.train.loss import ComputeLoss
 
 pytestmark = pytest.mark.slow
@@ -31,14 +29,6 @@ HYP = {"box": 7.5, "cls": 0.5, "dfl": 1.5, "cls_pw": 1.0, "fl_gamma": 0.0, "labe
 @pytest.fixture(autouse=True)
 def small_plots(monkeypatch):
     monkeypatch.setattr(plots, "DPI", 30)
-
-
-@pytest.fixture
-def log(monkeypatch, caplog):
-    """Records of the project's logger."""
-    monkeypatch.setattr(LOGGER, "propagate", True)
-    caplog.set_level(logging.INFO, logger=LOGGER.name)
-    return caplog
 
 
 def make_model(cfg):

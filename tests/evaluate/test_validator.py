@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import logging
 
 import numpy as np
 import pytest
@@ -12,18 +11,10 @@ import torch
 
 from tests.evaluate.fakes import FakeLoader, FakeModel, prediction, shape_entry
 from utils.evaluate.coco import COCO_CATEGORIES
+from utils.evaluate.scene import Scene
 from utils.evaluate.validator import Validator
-from utils.log import LOGGER
 
 NAMES = {0: "cat", 1: "dog", 2: "bird"}
-
-
-@pytest.fixture
-def log(monkeypatch, caplog):
-    """Records of the project's logger."""
-    monkeypatch.setattr(LOGGER, "propagate", True)
-    caplog.set_level(logging.INFO, logger=LOGGER.name)
-    return caplog
 
 
 def validator(loader, **keywords):
@@ -60,10 +51,9 @@ def test_figures_of_a_batch(log):
 
 
 def test_boxes_come_back_to_original_pixels():
-    loader, model = two_images()
-    subject = validator(loader)
+    loader, _ = two_images()
     images, targets, _, shapes = loader[0]
-    scene = subject._scene([torch.tensor([[24.0, 16, 72, 48, 0.6, 2]])] * 2, targets, images.shape[2:], shapes)
+    scene = Scene.build([torch.tensor([[24.0, 16, 72, 48, 0.6, 2]])] * 2, targets, shapes, images.shape[2:])
     (first, labels), (second, other) = scene.images()
     assert first[0, :4].tolist() == [24, 16, 72, 48]
     expected = [24 / 0.48, (16 - 8) / 0.48, 72 / 0.48, (48 - 8) / 0.48]
@@ -76,7 +66,7 @@ def test_boxes_are_clipped_to_the_image():
     loader, _ = two_images()
     images, targets, _, shapes = loader[0]
     found = [torch.zeros(0, 6), torch.tensor([[-5.0, -5, 500, 500, 0.6, 2]])]
-    scene = validator(loader)._scene(found, targets, images.shape[2:], shapes)
+    scene = Scene.build(found, targets, shapes, images.shape[2:])
     assert scene.detections[0, :4].tolist() == [0, 0, 200, 100]
 
 

@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models.backend import SUFFIXES, DetectMultiBackend, lead_output
+from models.backend import SUFFIXES, DetectMultiBackend
 from models.checkpoint import Checkpoint, build_model, load_checkpoint, save_checkpoint
 from models.graph import DetectionModel
 from models.heads import lead_prediction
+from models.runners import lead_output
 from tests.reference.tiny import tiny_dual
 from utils.files import write_yaml
 
@@ -167,7 +168,7 @@ def test_missing_onnxruntime_names_the_package(
     assert DetectMultiBackend(upstream_files["onnx"], dnn=True).onnx
 
 
-@pytest.mark.parametrize("suffix", [".engine", ".tflite", ""])
+@pytest.mark.parametrize("suffix", [".mlmodel", ".tflite", ""])
 def test_other_formats_are_refused(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"best{suffix}"
     path.write_bytes(b"x")
@@ -183,19 +184,6 @@ def test_missing_and_broken_files_are_named(tmp_path: Path, suffix: str) -> None
     path.write_bytes(b"\x08\x07nonsense")
     with pytest.raises(ValueError, match=f"best\\{suffix}"):
         DetectMultiBackend(path)
-
-
-def test_end_to_end_file_is_refused(tmp_path: Path) -> None:
-    value = onnx.helper.make_tensor_value_info
-    float_type, int_type = onnx.TensorProto.FLOAT, onnx.TensorProto.INT32
-    nodes = [onnx.helper.make_node("Cast", ["images"], ["num_dets"], to=int_type)]
-    graph = onnx.helper.make_graph(
-        nodes, "g", [value("images", float_type, [1, 3, 4, 4])], [value("num_dets", int_type, [1, 3, 4, 4])]
-    )
-    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
-    onnx.save(model, str(tmp_path / "end.onnx"))
-    with pytest.raises(ValueError, match="NMS built in"):
-        DetectMultiBackend(tmp_path / "end.onnx")
 
 
 def test_outputs_without_a_prediction_are_told() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,25 +12,22 @@ from torch import nn
 
 from models.blocks import (
     DFL,
-    ELAN1,
-    SP,
-    SPPELAN,
     AConv,
     ADown,
-    Bottleneck,
     CBFuse,
     CBLinear,
     Concat,
     Conv,
     DWConv,
     RepConvN,
-    RepNBottleneck,
-    RepNCSP,
-    RepNCSPELAN4,
     Silence,
+    Upsample,
     same_padding,
     set_activation,
+    use_fused_kernels,
 )
+from models.reparam import fuse_modules
+from models.stages import ELAN1, SP, SPPELAN, Bottleneck, RepNBottleneck, RepNCSP, RepNCSPELAN4
 from models.upstream import UPSTREAM_CLASSES, dotted_path
 
 
@@ -159,3 +159,59 @@ def test_names_under_which_upstream_pickles():
     assert UPSTREAM_CLASSES["models.common.Conv"] is Conv
     assert dotted_path(RepNCSPELAN4) == "models.common.RepNCSPELAN4"
     assert dotted_path(nn.Upsample) == "torch.nn.modules.upsampling.Upsample"
+
+
+def switched_blocks() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Conv(4, 8), RepNCSPELAN4(8, 8, 8, 8), AConv(8, 8), ADown(8, 8), DWConv(8, 8))
+
+
+def test_kernels_are_off_until_switched_on_and_leave_no_trace_when_switched_off():
+    blocks = switched_blocks()
+    before = {name: dict(module.__dict__) for name, module in blocks.named_modules()}
+    keys = list(blocks.state_dict())
+    switchable = [module for module in blocks.modules() if hasattr(module, "uses_kernels")]
+    assert not any(module.uses_kernels for module in switchable)
+    assert use_fused_kernels(blocks) == use_fused_kernels(blocks) == len(switchable)
+    assert all(module.uses_kernels for module in switchable) and list(blocks.state_dict()) == keys
+    for twin in (copy.deepcopy(blocks), pickle.loads(pickle.dumps(blocks))):
+        assert [module.uses_kernels for module in twin.modules() if hasattr(module, "uses_kernels")] == [
+            True for _ in switchable
+        ]
+    assert use_fused_kernels(blocks, on=False) == len(switchable)
+    assert {name: dict(module.__dict__) for name, module in blocks.named_modules()} == before
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_switching_kernels_on_changes_nothing_where_they_do_not_apply(training):
+    plain, switched = switched_blocks().train(training), switched_blocks().train(training)
+    use_fused_kernels(switched)
+    x = torch.randn(2, 4, 16, 16).contiguous(memory_format=torch.channels_last)
+    for _ in range(2):
+        outputs = [blocks(x) for blocks in (plain, switched)]
+        for output in outputs:
+            output.square().sum().backward()
+        assert torch.equal(*outputs)
+    for expected, found in zip(plain.parameters(), switched.parameters(), strict=True):
+        assert torch.equal(expected.grad, found.grad)
+    assert all(torch.equal(a, b) for a, b in zip(plain.buffers(), switched.buffers(), strict=True))
+
+
+def test_a_folded_block_ignores_the_switch():
+    block = nn.Sequential(RepNBottleneck(8, 8)).eval()
+    x = torch.randn(1, 8, 5, 5)
+    expected = block(x)
+    fuse_modules(block)
+    use_fused_kernels(block)
+    torch.testing.assert_close(block(x), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_enlarging_keeps_the_number_type_under_autocast_and_the_values() -> None:
+    x = torch.randn(2, 4, 3, 5).bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        enlarged = Upsample(None, 2, "nearest")(x)
+        fused = CBFuse([0])([(x,), torch.zeros(2, 4, 6, 10, dtype=torch.bfloat16)])
+    assert enlarged.dtype == fused.dtype == torch.bfloat16
+    assert torch.equal(enlarged, x.repeat_interleave(2, 2).repeat_interleave(2, 3))
+    assert torch.equal(fused, enlarged)
+    assert not Upsample(None, 2, "nearest").state_dict()

@@ -286,6 +286,37 @@ def test_file_of_format_version_1_still_loads() -> None:
     assert torch.allclose(found[0, :, 5], expected, rtol=0, atol=1e-3)
 
 
+def test_training_file_of_format_version_1_still_loads() -> None:
+    # The same promise for what resuming needs.
+    loaded = load_checkpoint(Path(__file__).parent / "data" / "checkpoint_v1_training.pt")
+    assert (loaded.kind, loaded.epoch, loaded.updates, loaded.best_fitness) == ("training", 3, 40, 0.25)
+    assert loaded.optimizer["param_groups"] == [{"lr": 0.01, "params": [0]}]
+    assert torch.equal(loaded.optimizer["state"][0]["momentum_buffer"], torch.ones(3))
+    assert loaded.trainer["stopper"] == {"best": 0.25} and loaded.trainer["pair"] == (1, "x")
+    assert loaded.scaler["scale"] == 65536.0 and loaded.opt == {"epochs": 10, "freeze": [0], "weights": ""}
+    assert loaded.data == {"yaml": "bolts.yaml", "train_images": 24, "val_images": 8}
+    images = (torch.arange(3 * 32 * 32).view(1, 3, 32, 32) % 7) / 7
+    expected = {
+        False: [13.337643, 10.186655, 125.211861, 114.001984, 0.579149, 0.549785],
+        True: [11.961872, 12.086229, 120.804604, 118.754089, 0.442797, 0.529163],
+    }
+    for use_ema, values in expected.items():
+        with torch.no_grad():
+            found = lead_prediction(build_model(loaded, use_ema=use_ema).eval()(images))
+        assert torch.allclose(found[0, :, 5], torch.tensor(values), rtol=0, atol=1e-3)
+
+
+def test_building_leaves_the_checkpoint_alone(checkpoint: Checkpoint) -> None:
+    network = build_model(checkpoint, use_ema=False)
+    key = "model.0.conv.weight"
+    before = checkpoint.model[key].clone()
+    with torch.no_grad():
+        network.state_dict()[key].zero_()
+    assert torch.equal(checkpoint.model[key], before)
+    assert network.state_dict()[key].is_contiguous() and not any(t.is_meta for t in network.state_dict().values())
+    assert network.model[0].conv.weight.requires_grad and not network.head.dfl.conv.weight.requires_grad
+
+
 def test_names_are_completed() -> None:
     assert complete_names(["a", "b"], 3) == {0: "a", 1: "b", 2: "2"}
     assert complete_names({"0": "x"}, 1) == {0: "x"}

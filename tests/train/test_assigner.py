@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,60 +11,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from tests.reference.assigner import assign_image, is_inside
-from utils.anchors import make_anchors
+from tests.reference.draws import CLASSES, Draw, draw
 from utils.train import assigner
 from utils.train.assigner import Assignment, Objects, TaskAlignedAssigner
-
-SIZE, STRIDES, CLASSES = 64, (8, 16, 32), 3
-
-
-@dataclass
-class Draw:
-    """Random predictions and padded objects of a batch."""
-
-    scores: Tensor  # (B, A, C)
-    boxes: Tensor  # (B, A, 4)
-    points: Tensor  # (A, 2)
-    labels: Tensor  # (B, G, 1)
-    truth: Tensor  # (B, G, 4)
-    valid: Tensor  # (B, G, 1)
-
-    def padded(self) -> tuple[Tensor, ...]:
-        return self.scores, self.boxes, self.points, self.labels, self.truth, self.valid
-
-    def flat(self) -> Objects:
-        """The valid objects alone as flat rows."""
-        image, slot = (self.valid.squeeze(-1) > 0).nonzero(as_tuple=True)
-        valid = torch.ones(len(image), dtype=torch.bool)
-        return Objects(image, self.labels[image, slot, 0].long(), self.truth[image, slot], valid)
-
-
-def draw(seed: int, counts: tuple[int, ...] = (6, 3), slots: int | None = None) -> Draw:
-    """Predictions and objects crowded around the middle: objects compete, and no choice hangs on equal metrics."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def uniform(*shape: int) -> Tensor:
-        return torch.rand(shape, generator=generator, dtype=torch.float64)
-
-    points, strides = make_anchors([torch.zeros(1, 1, SIZE // s, SIZE // s) for s in STRIDES], STRIDES)
-    points = (points * strides).double()
-    batch, slots = len(counts), slots or max(counts)
-
-    def corners(count: int) -> Tensor:
-        middle, half = (0.4 + 0.2 * uniform(batch, count, 2)) * SIZE, 12 + uniform(batch, count, 2) * 12
-        return torch.cat((middle - half, middle + half), -1)
-
-    return Draw(
-        scores=uniform(batch, len(points), CLASSES),
-        boxes=corners(len(points)),
-        points=points,
-        labels=(uniform(batch, slots, 1) * CLASSES).floor(),
-        truth=corners(slots),
-        valid=(torch.arange(slots)[None, :, None] < torch.tensor(counts)[:, None, None]).double(),
-    )
 
 
 def make_assigner(classes: int = CLASSES) -> TaskAlignedAssigner:
@@ -200,3 +150,13 @@ def test_fewer_anchors_than_wanted() -> None:
     case = draw(0, (2,))
     found = make_assigner()(case.scores[:, -4:], case.boxes[:, -4:], case.points[-4:], *case.padded()[3:])
     assert found[3].shape == (1, 4)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_logits_give_what_their_probabilities_give(seed: int) -> None:
+    case = draw(seed, (6, 0, 4))
+    logits = case.scores.logit()
+    expected = make_assigner().assign(logits.sigmoid(), case.boxes, case.points, case.flat())
+    found = make_assigner().assign(logits, case.boxes, case.points, case.flat(), from_logits=True)
+    for name in Assignment.__dataclass_fields__:
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name

@@ -12,7 +12,14 @@ from models.blocks import DFL
 from models.graph import DetectionModel
 from tests.reference.tiny import tiny_dual
 from utils.train import batch_pass
-from utils.train.batch_pass import BatchPass, CapturedPass, WorkingWeights, prepare_images, row_capacity
+from utils.train.batch_pass import (
+    BatchPass,
+    CapturedPass,
+    WorkingWeights,
+    align_gradients,
+    prepare_images,
+    row_capacity,
+)
 from utils.train.loss import ComputeLoss
 
 NO_SCALER = torch.amp.GradScaler("cpu", enabled=False)
@@ -93,6 +100,16 @@ def test_working_weights_give_the_gradients_of_autocast(has_gradients: bool) -> 
         torch.testing.assert_close(weights[name].grad, gradient, rtol=0, atol=0, msg=name)
 
 
+@pytest.mark.parametrize("size", [1, 3])
+def test_gradients_get_the_layout_of_their_weights(size: int) -> None:
+    layer = nn.Conv2d(8, 4, size).to(memory_format=torch.channels_last)
+    values = torch.randn(4, 8, size, size)
+    layer.weight.grad = values.clone()
+    align_gradients(layer)
+    assert layer.weight.grad.stride() == layer.weight.stride()
+    assert torch.equal(layer.weight.grad, values)
+
+
 def test_working_weights_are_taken_back_after_an_error() -> None:
     model = learning_model()
     before = dict(model.named_parameters())
@@ -146,7 +163,11 @@ def test_recorded_passes_equal_plain_ones(dtype: torch.dtype | None, smoothing: 
         if seed % 2:  # in between, gradients of two batches add up
             clear_gradients(plain.model)
             clear_gradients(recorded.model)
-    assert {key[1:] for key in recorded.recordings} == {(None, 256), (None, 768), ((96, 96), 256)}
+    assert {key[1:] for key in recorded.recordings} == {
+        (None, 256),
+        (None, row_capacity(700)),
+        ((96, 96), 256),
+    }
 
 
 @pytest.mark.gpu

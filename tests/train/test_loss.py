@@ -63,7 +63,9 @@ def record_assignment(monkeypatch: pytest.MonkeyPatch, loss: DetectionLoss) -> l
     """Return a list that every later assignment of this loss is added to."""
     seen: list[Assignment] = []
     assign = loss.assigner.assign
-    monkeypatch.setattr(loss.assigner, "assign", lambda *call: seen.append(assign(*call)) or seen[-1])
+    monkeypatch.setattr(
+        loss.assigner, "assign", lambda *call, **options: seen.append(assign(*call, **options)) or seen[-1]
+    )
     return seen
 
 
@@ -279,6 +281,17 @@ def test_no_smoothing_is_bit_identical_and_argument_beats_default() -> None:
     assert torch.equal(
         make_loss(label_smoothing=0.1)(wave_heads(), no_objects)[0], make_loss()(wave_heads(), no_objects)[0]
     )
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2])
+def test_smoothing_may_lie_on_the_device_unread(share: float) -> None:
+    """A recorded step reads it from memory, so that one recording serves every epoch."""
+    expected = make_loss()(wave_heads(), some_targets(), label_smoothing=share)[0]
+    with NoHostReads():
+        total = make_loss()(wave_heads(), some_targets(), label_smoothing=torch.tensor(share))[0]
+    assert torch.equal(total, expected)
+    with pytest.raises(ValueError, match=r"label_smoothing has shape \(1,\)"):
+        make_loss()(wave_heads(), some_targets(), label_smoothing=torch.tensor([share]))
 
 
 # ------------------------------------------------------------------------------------------------------ precision

@@ -20,6 +20,7 @@ from utils.train.monitor import (
     MonitorTable,
     ResultsTable,
     TensorBoardWriter,
+    has_room,
     progress_header,
     progress_line,
     read_results,
@@ -63,6 +64,17 @@ def test_a_reused_folder_starts_a_new_table_and_a_resumed_run_continues_its_own(
     assert read_results(path)["x/lr0"] == [0, 0, 0.5]
     ResultsTable(path).append({"epoch": 0})
     assert read_results(path)["epoch"] == [0]
+
+
+def test_on_a_narrow_terminal_the_line_leaves_room_for_the_bar() -> None:
+    line = progress_line(
+        119, 300, 143.7, [0.012345, 12.345, 1.2345], 12345, 1280, data_wait=0.5, img_per_s=1234.5, is_wide=False
+    )
+    assert len(progress_header(is_wide=False)) == len(line) == 72
+    assert line.split() == ["119/299", "144G", "0.0123", "12.3", "1.23", "12345", "1280", "50%", "1234"]
+    assert not has_room(80)
+    assert not has_room(126)
+    assert has_room(127)
 
 
 def test_progress_columns_line_up() -> None:

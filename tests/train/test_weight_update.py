@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from utils.train.ema import ModelEMA
 from utils.train.optim import load_optimizer_state, smart_optimizer
-from utils.train.weight_update import SkippedSteps, WeightUpdate
+from utils.train.weight_update import SkippedSteps, WeightUpdate, join_statistics
 
 OPTIMIZERS = ("SGD", "Adam", "AdamW", "LION")
 
@@ -100,6 +100,20 @@ def test_statistics_spoilt_by_an_infinite_activation_come_back_from_the_average(
     assert norm.running_mean[2] == 0.25
     assert norm.running_mean[0] == kept
     assert all(torch.isfinite(value).all() for value in update.ema.ema.state_dict().values())
+
+
+def test_joined_statistics_stay_buffers_of_the_model() -> None:
+    model = make_model().train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    joined = join_statistics(model)
+    assert joined.numel() == 8
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    model(torch.randn(2, 3, 8, 8))
+    assert torch.equal(joined, torch.cat((model[1].running_mean, model[1].running_var)))
+    assert not torch.equal(joined[:4], before["1.running_mean"])
+    copied = deepcopy(model)
+    copied(torch.randn(2, 3, 8, 8))
+    assert torch.equal(joined[:4], model[1].running_mean)
 
 
 def test_gradients_are_clipped_to_the_limit_and_the_norm_is_the_one_before() -> None:

@@ -16,12 +16,13 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 
-from utils.boxes import bbox_ioa, resample_segments, segment2box
+from utils.boxes import bbox_ioa, xyxy2xywhn
 from utils.data.images import FILL
 
 MIX_SHIFT = 1 / 512 - 0.5
 OVERLAP_LIMIT = 0.30  # a pasted object may hide less than this share of any object
 MIX_BETA = 32.0  # both parameters of mixup's Beta distribution: ratios near one half
+OUTLINE_POINTS = 1000  # of a polygon while it is warped
 KEEP_AREA, KEEP_AREA_SEGMENTS = 0.10, 0.01  # smallest share of an object's area that must survive the warp
 
 
@@ -84,6 +85,20 @@ def augment_hsv(
     hsv = cv2.cvtColor(im, cv2.COLOR_BGR2HSV)
     cv2.LUT(hsv, np.ascontiguousarray(hsv_tables(factors).T)[None], dst=hsv)  # one table per channel
     cv2.cvtColor(hsv, cv2.COLOR_HSV2BGR, dst=im)
+
+
+def draw_flips(rng: np.random.Generator, flipud: float, fliplr: float) -> tuple[bool, bool]:
+    """Draw whether a picture is turned upside down, and whether it is mirrored left to right."""
+    return bool(rng.random() < flipud), bool(rng.random() < fliplr)
+
+
+def network_targets(labels: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Labels (n, 5) class and pixel corners -> targets (n, 6) 0, class, x, y, w, h as fractions of a picture."""
+    targets = np.zeros((len(labels), 6), np.float32)
+    if len(labels):
+        targets[:, 1] = labels[:, 0]
+        targets[:, 2:] = xyxy2xywhn(labels[:, 1:5], w=width, h=height, clip=True, eps=1e-3)
+    return targets
 
 
 def flip_labels(labels_xywhn: np.ndarray, *, vertical: bool) -> None:
@@ -230,9 +245,32 @@ def _warp_segments(
     segments: Sequence[np.ndarray], matrix: np.ndarray, width: int, height: int, is_projective: bool
 ) -> np.ndarray:
     """Envelopes (n, 4) of the warped outlines, of those points that lie in the output (zeros if none does)."""
-    outlines = resample_segments(list(segments))
-    moved = (_warp_points(points, matrix, is_projective) for points in outlines)
-    return np.array([segment2box(points, width, height) for points in moved])
+    vertices = np.concatenate(segments).astype(np.float64)
+    if is_projective:  # a straight line keeps its points evenly spread under an affine change only
+        x, y = np.moveaxis(_warp_points(outline_points(vertices, segments), matrix, True), 2, 0)
+    else:
+        x, y = np.moveaxis(outline_points(_warp_points(vertices, matrix, False), segments), 2, 0)
+    inside = (x >= 0) & (y >= 0) & (x <= width) & (y <= height)  # (N, points)
+    low = [np.where(inside, axis, np.inf).min(1) for axis in (x, y)]
+    high = [np.where(inside, axis, -np.inf).max(1) for axis in (x, y)]
+    return np.where(inside.any(1)[:, None], np.stack((*low, *high), 1), 0.0)
+
+
+def outline_points(vertices: np.ndarray, segments: Sequence[np.ndarray], count: int = OUTLINE_POINTS) -> np.ndarray:
+    """Points (n, count, 2) spread evenly, by index, along n closed outlines; all of `resample_segments` at once.
+
+    vertices (sum k, 2) are those of all segments (k, 2), perhaps moved.
+    """
+    lengths = np.array([len(points) for points in segments])
+    first = np.cumsum(lengths) - lengths
+    steps = np.roll(vertices, -1, 0) - vertices  # to the next vertex
+    last = first + lengths - 1
+    steps[last] = vertices[first] - vertices[last]
+    wanted = np.linspace(0, lengths, count, axis=1)  # (N, count)
+    before = np.minimum(wanted.astype(np.int32), lengths[:, None] - 1)
+    at, share = (first[:, None] + before).reshape(-1), (wanted - before).reshape(-1)
+    points = [vertices[:, k].take(at) + steps[:, k].take(at) * share for k in (0, 1)]
+    return np.stack(points, 1).reshape(len(segments), count, 2)
 
 
 def box_candidates(
@@ -365,7 +403,7 @@ def choose_copies(
     """Draw which rows `copy_paste` mirrors in a picture of a width: indices (k,), none without one segment per row."""
     if not p or not len(segments) or len(segments) != len(labels):
         return np.zeros(0, np.int64)
-    overlap = np.stack([bbox_ioa(box, labels[:, 1:5]) for box in _mirrored(labels, width)])  # (N copies, N objects)
+    overlap = bbox_ioa(_mirrored(labels, width), labels[:, 1:5])  # (N copies, N objects)
     candidates = np.flatnonzero((overlap < OVERLAP_LIMIT).all(1))
     return rng.permutation(candidates)[: round(p * len(candidates))]
 
@@ -374,16 +412,26 @@ def paste_copies(
     im: np.ndarray, labels: np.ndarray, segments: Sequence[np.ndarray], chosen: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
     """Paste the mirrored copies of chosen rows into a picture, in place; the deterministic half of `copy_paste`."""
-    width, segments = im.shape[1], list(segments)
-    mask = np.zeros(im.shape[:2], np.uint8)
-    for index in chosen:
-        outline = segments[index]
-        cv2.drawContours(mask, [outline.astype(np.int32)], -1, 1, cv2.FILLED)
-        segments.append(np.stack((width - outline[:, 0], outline[:, 1]), 1))
-    copies = np.concatenate((labels[chosen, :1], _mirrored(labels, width)[chosen]), 1)
-    where = cv2.flip(mask, 1).view(bool)
+    where = cv2.flip(outlines_mask(segments, chosen, im.shape[:2]), 1).view(bool)
     im[where] = cv2.flip(im, 1)[where]
-    return im, np.concatenate((labels, copies)), segments
+    return im, *with_copies(labels, segments, chosen, im.shape[1])
+
+
+def outlines_mask(segments: Sequence[np.ndarray], chosen: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """Where chosen outlines lie in a picture of a shape: (H, W) uint8, 1 inside, else 0."""
+    mask = np.zeros(shape, np.uint8)
+    for index in chosen:
+        cv2.drawContours(mask, [segments[index].astype(np.int32)], -1, 1, cv2.FILLED)
+    return mask
+
+
+def with_copies(
+    labels: np.ndarray, segments: Sequence[np.ndarray], chosen: np.ndarray, width: int
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Labels (n, 5) and segments, and behind them those of the mirrored copies of chosen rows."""
+    outlines = [np.stack((width - segments[index][:, 0], segments[index][:, 1]), 1) for index in chosen]
+    copies = np.concatenate((labels[chosen, :1], _mirrored(labels, width)[chosen]), 1)
+    return np.concatenate((labels, copies)), [*segments, *outlines]
 
 
 def _mirrored(labels: np.ndarray, width: int) -> np.ndarray:

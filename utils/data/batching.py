@@ -101,13 +101,22 @@ def collate(samples: Sequence[Sample], *, shared: bool = False) -> Batch:
 
 
 def _stack(images: Sequence[Tensor], shared: bool) -> Tensor:
-    """Pictures (B, 3, H, W); the private call is the one that torch's own collating uses."""
-    reserve = getattr(torch.UntypedStorage, "_new_shared", None) if shared else None
-    if reserve is None or any(image.shape != images[0].shape for image in images):
+    """Pictures (B, 3, H, W)."""
+    if not shared or any(image.shape != images[0].shape for image in images):
         return torch.stack(images)
     size = (len(images), *images[0].shape)
-    stacked = torch.empty(0, dtype=torch.uint8).set_(reserve(math.prod(size)), 0, size)
-    return torch.stack(images, out=stacked)
+    return torch.stack(images, out=reserve_bytes(math.prod(size), shared=True).view(size))
+
+
+def reserve_bytes(size: int, *, shared: bool) -> Tensor:
+    """Flat uint8 tensor, in shared memory where wanted; the private call is the one that torch's own collating uses.
+
+    Pages of shared memory count from the moment they are written to.
+    """
+    reserve = getattr(torch.UntypedStorage, "_new_shared", None) if shared and size else None
+    if reserve is None:
+        return torch.empty(size, dtype=torch.uint8)
+    return torch.empty(0, dtype=torch.uint8).set_(reserve(size), 0, (size,))
 
 
 def collate_quad(samples: Sequence[Sample], zoomed: Sequence[bool], *, shared: bool = False) -> Batch:
@@ -136,11 +145,16 @@ def _tile(group: Sequence[Sample]) -> tuple[Tensor, Tensor]:
     """Picture (3, 2H, 2W) of four and the targets of all, fractions of the larger picture."""
     images = [sample[0] for sample in group]
     left, right = torch.cat(images[:2], 1), torch.cat(images[2:], 1)  # (3, 2H, W) each
-    targets = []
-    for position, sample in enumerate(group):
-        rows = sample[1].clone()
+    return torch.cat((left, right), 2), quad_targets([sample[1] for sample in group])
+
+
+def quad_targets(targets: Sequence[Tensor]) -> Tensor:
+    """Targets (T, 6) of four pictures that were tiled, as fractions of the larger picture."""
+    moved = []
+    for position, given in enumerate(targets):
+        rows = given.clone()
         rows[:, 2] += position // 2
         rows[:, 3] += position % 2
         rows[:, 2:] /= 2
-        targets.append(rows)
-    return torch.cat((left, right), 2), torch.cat(targets)
+        moved.append(rows)
+    return torch.cat(moved)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from utils.boxes import xyxy2xywhn
 from utils.data.augment import (
     AffineDraws,
     AugmentSettings,
@@ -27,21 +26,32 @@ from utils.data.augment import (
     copy_paste,
     draw_affine,
     draw_centre,
+    draw_flips,
     draw_hsv,
     flip_labels,
     mixup,
     mosaic4,
     mosaic_labels,
+    network_targets,
     paste_copies,
     to_pixels,
     warp_targets,
 )
 from utils.data.colour import rgb_planes
 from utils.data.disk_cache import DiskCache
-from utils.data.images import FILL, ImageError, fitted_size, imread_bgr, letterbox, resize_long_side
+from utils.data.images import (
+    FILL,
+    ImageError,
+    aspect_ratios,
+    fitted_size,
+    imread_bgr,
+    letterbox,
+    rectangle_shapes,
+    resize_long_side,
+)
 from utils.data.jpeg_part import decoded_rows, read_jpeg_part
 from utils.data.labels import rectangle_points
-from utils.data.mosaic_cache import Mosaic, MosaicCache
+from utils.data.mosaic_cache import Mosaic, MosaicCache, is_idle
 from utils.data.mosaic_view import (
     Window,
     cut_window,
@@ -53,23 +63,32 @@ from utils.data.mosaic_view import (
 )
 from utils.data.pictures import Part, Picture, Unread, shrunk_part
 from utils.data.ram_cache import RamCache
-from utils.data.scan import ScanResult, printable, scan_dataset
+from utils.data.scan import ScanResult, printable, scan_dataset, with_min_items
+from utils.data.stall import Readings
 from utils.data.tables import RowTable, TextTable
 from utils.log import LOGGER
 
 MAX_REPLACEMENTS = 10  # pictures tried in place of one that cannot be read any more
+REPEAT_STREAM = 1 << 44  # keeps the draws of a picture's later showings in an epoch apart from all others
 CACHE_MODES = ("", "ram", "disk")
 
 Shapes = tuple[tuple[int, int], tuple[tuple[float, float], tuple[float, float]]]
+Drawn = tuple[np.ndarray, np.ndarray]  # picture (H, W, 3 or 4) and labels (n, 5) in pixel corners
 Sample = tuple[Tensor, Tensor, str, Shapes | None]
 
 
 class SampleKey(NamedTuple):
-    """What a sampler asks for: epoch and index fix all random draws, is_mosaic allows the mosaic path."""
+    """What a sampler asks for: epoch, index and repeat fix all random draws, is_mosaic allows the mosaic path.
+
+    repeat: how often the epoch has had the picture before. partners: pictures for the other places of a mosaic and of
+    the one mixed with it, where weights decide what is drawn; () draws them evenly.
+    """
 
     epoch: int
     index: int
     is_mosaic: bool = True
+    repeat: int = 0
+    partners: tuple[int, ...] = ()
 
 
 class LoadImagesAndLabels(Dataset):
@@ -114,9 +133,9 @@ class LoadImagesAndLabels(Dataset):
         self.stride, self.pad, self.seed, self.prefix = stride, pad, seed % 2**63, prefix
         self.settings = AugmentSettings.from_hyp(hyp) if augment else AugmentSettings()
         self.report: ScanResult = scan_dataset(path, prefix=prefix, nc=None if single_cls else nc)
-        selected = _with_enough_objects(self.report, min_items, prefix)
+        selected = with_min_items(self.report, min_items, prefix)
         if rect:
-            selected = selected.select(np.argsort(_aspect(selected.shapes), kind="stable"))
+            selected = selected.select(np.argsort(aspect_ratios(selected.shapes), kind="stable"))
         self._scan = selected
         self.im_files: TextTable = selected.im_files
         self.label_files: TextTable = selected.label_files
@@ -124,8 +143,9 @@ class LoadImagesAndLabels(Dataset):
         self.shapes: np.ndarray = selected.shapes  # (N, 2) width, height
         if single_cls:
             self.labels.values[:, 0] = 0
-        self.batch_shapes = _batch_shapes(self.shapes, batch_size, img_size, stride, pad) if rect else None
+        self.batch_shapes = rectangle_shapes(self.shapes, batch_size, img_size, stride, pad) if rect else None
         self.batch_index = np.arange(len(self)) // batch_size
+        self.readings = Readings()
         self._broken = multiprocessing.RawArray("B", len(self))  # seen by all workers; 1 = could not be read
         self._pictures: RamCache | DiskCache | None = None
         self._pictures = self._fill_cache(mode, cache_dir)
@@ -135,19 +155,23 @@ class LoadImagesAndLabels(Dataset):
         return len(self.im_files)
 
     def __getitem__(self, key: int | SampleKey | tuple[int, int, bool]) -> Sample:
-        epoch, index, is_mosaic = (0, int(key), True) if isinstance(key, (int, np.integer)) else key
-        index = range(len(self))[index]
-        rng = np.random.default_rng([self.seed, epoch, index])
-        if self.augment and not self.rect and is_mosaic and rng.random() < self.settings.mosaic:
-            image, labels = self.load_mosaic(index, rng, epoch)
+        key = SampleKey(0, int(key)) if isinstance(key, (int, np.integer)) else SampleKey(*key)
+        index, rng = range(len(self))[key.index], self.generator(key)
+        if self.augment and not self.rect and key.is_mosaic and rng.random() < self.settings.mosaic:
+            image, labels = self.load_mosaic(index, rng, key.epoch, key.partners[:3])
             if rng.random() < self.settings.mixup:
-                other = self.load_mosaic(int(rng.integers(len(self))), rng, epoch)
+                other = self.load_mosaic(int(rng.integers(len(self))), rng, key.epoch, key.partners[3:])
                 image, labels = mixup(image, labels, *other, rng=rng)
             shapes = None
         else:
             image, labels, shapes = self._load_plain(index, rng)
         tensor, targets = self._finish(image, labels, rng)
         return tensor, targets, self.im_files[index], shapes
+
+    def generator(self, key: SampleKey) -> np.random.Generator:
+        """Source of all random draws of a sample."""
+        repeat = [key.repeat + REPEAT_STREAM] if key.repeat else []
+        return np.random.default_rng([self.seed, key.epoch, range(len(self))[key.index], *repeat])
 
     def broken_files(self) -> list[str]:
         """Pictures that could not be read after the scan, in any loader process."""
@@ -189,13 +213,15 @@ class LoadImagesAndLabels(Dataset):
     def _try_load(self, index: int) -> Picture | None:
         if self._broken[index]:
             return None
+        self.readings.note(index)
         try:
             return Picture(*self.load_image(index), index)
         except (ImageError, OSError, cv2.error, MemoryError) as error:
-            self._broken[index] = 1
-            LOGGER.warning(
-                printable(f"{self.prefix}{self.im_files[index]} cannot be read any more, replaced from now on: {error}")
-            )
+            is_known, self._broken[index] = self._broken[index], 1
+            if not is_known:  # by another process that tried at the same time
+                path, text = self.im_files[index], str(error)
+                reason = text.removeprefix(f"{path}: ")
+                LOGGER.warning(printable(f"{self.prefix}{path} cannot be read, replaced from now on: {reason}"))
             return None
 
     def _rows(self, index: int) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -209,8 +235,8 @@ class LoadImagesAndLabels(Dataset):
         parts = [self._rows(index) for index in indices]
         return [(rows, _complete(rows, segments)) for rows, segments in parts] if any(s for _, s in parts) else parts
 
-    def load_mosaic(self, index: int, rng: np.random.Generator, epoch: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """Mosaic of the indexed and three random pictures, warped to img_size: picture and labels in pixel corners.
+    def load_mosaic(self, index: int, rng: np.random.Generator, epoch: int = 0, partners: Sequence[int] = ()) -> Drawn:
+        """Mosaic of the indexed and three pictures (random if not given), warped to img_size; labels in pixel corners.
 
         The picture is (s, s, 4) with a meaningless last channel, or (s, s, 3) with `is_fast` off. Of prepared mosaics
         the one is taken that the schedule gives to (epoch, index).
@@ -218,7 +244,7 @@ class LoadImagesAndLabels(Dataset):
         if self._mosaics is not None:
             return self._warp_prepared(self._mosaics.get(epoch, index, self._build_mosaic), rng)
         centre = draw_centre(rng, self.img_size)
-        indices = [index, *rng.integers(len(self), size=3)]
+        indices = [index, *(partners or rng.integers(len(self), size=3))]
         rng.shuffle(indices)
         draws = self._draw_affine(rng)
         if self.is_fast:
@@ -290,6 +316,7 @@ class LoadImagesAndLabels(Dataset):
         is_all = shrink == 1 and decoded_rows(rows, size[1]) >= size[1]
         if is_all or is_kept or self._broken[index] or tuple(self.shapes[index].tolist()) != size:
             return None
+        self.readings.note(index)
         try:
             image = read_jpeg_part(self.im_files[index], size, rows, shrink)
         except (OSError, MemoryError):
@@ -346,12 +373,10 @@ class LoadImagesAndLabels(Dataset):
         target = self.img_size if self.batch_shapes is None else self.batch_shapes[self.batch_index[index]].tolist()
         image, ratio, pad = letterbox(picture.image, target, auto=False, scaleup=self.augment)
         rows, segments = self._rows(picture.index)
-        labels = to_pixels(rows, ratio[0] * width, ratio[1] * height, pad)
+        size = (ratio[0] * width, ratio[1] * height)
+        labels = to_pixels(rows, *size, pad)
         if self.augment:
-            outlines = [
-                points * np.float32((ratio[0] * width, ratio[1] * height)) + np.float32(pad)
-                for points in (_complete(rows, segments) if segments else [])
-            ]
+            outlines = outlines_in_pixels(rows, segments, size, pad)
             if self.is_fast:
                 image = cv2.cvtColor(image, cv2.COLOR_BGR2BGRA)  # warped in half the time
             is_projective = bool(self.settings.perspective)
@@ -360,12 +385,7 @@ class LoadImagesAndLabels(Dataset):
 
     def _finish(self, image: np.ndarray, labels: np.ndarray, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
         """Colour, flips, and the layout of the network: picture (3, H, W) RGB and targets (n, 6)."""
-        height, width = image.shape[:2]
-        targets = np.zeros((len(labels), 6), np.float32)
-        if len(labels):
-            targets[:, 1] = labels[:, 0]
-            targets[:, 2:] = xyxy2xywhn(labels[:, 1:5], w=width, h=height, clip=True, eps=1e-3)
-        factors = None
+        targets, factors = network_targets(labels, *image.shape[:2]), None
         if self.augment:
             s = self.settings
             if self.is_fast:
@@ -373,10 +393,10 @@ class LoadImagesAndLabels(Dataset):
             else:
                 image = image.copy()
                 augment_hsv(image, s.hsv_h, s.hsv_s, s.hsv_v, rng=rng)
-            for probability, is_vertical in ((s.flipud, True), (s.fliplr, False)):
-                if rng.random() < probability:
-                    image = cv2.flip(image, 0 if is_vertical else 1)
-                    flip_labels(targets[:, 1:], vertical=is_vertical)
+            for is_flipped, axis in zip(draw_flips(rng, s.flipud, s.fliplr), (0, 1), strict=True):
+                if is_flipped:
+                    image = cv2.flip(image, axis)
+                    flip_labels(targets[:, 1:], vertical=axis == 0)
         return torch.from_numpy(rgb_planes(image, factors)), torch.from_numpy(targets)
 
     def _fill_cache(self, mode: str, cache_dir: str | Path) -> RamCache | DiskCache | None:
@@ -392,7 +412,7 @@ class LoadImagesAndLabels(Dataset):
     def _open_mosaics(self, count: int, cache_dir: str | Path) -> MosaicCache | None:
         if count < 0:
             raise ValueError(f"--mosaic-cache {count}: expected a number of mosaics to prepare, or 0 for none")
-        if not (count and self.augment and self.settings.mosaic) or self.rect:
+        if not count or is_idle(count, self.settings.mosaic, augment=self.augment, rect=self.rect, prefix=self.prefix):
             return None
         tables = (self.labels.values, self.labels.offsets, self._scan.points.values, self._scan.points.offsets)
         return MosaicCache.open(
@@ -412,31 +432,12 @@ def cache_mode(value: bool | str | None) -> str:
     return mode
 
 
-def _with_enough_objects(scan: ScanResult, min_items: int, prefix: str) -> ScanResult:
-    """Leave out pictures with fewer than min_items labels; 0 keeps all, backgrounds included."""
-    if min_items <= 0:
-        return scan
-    kept = np.flatnonzero(scan.labels.lengths() >= min_items)
-    LOGGER.info(f"{prefix}--min-items {min_items}: {len(kept)} of {len(scan)} pictures kept")
-    if not len(kept):
-        most = int(scan.labels.lengths().max())
-        raise ValueError(f"{prefix}--min-items {min_items} leaves no picture; the fullest one holds {most} objects")
-    return scan.select(kept)
-
-
-def _aspect(shapes: np.ndarray) -> np.ndarray:
-    """Height over width (N,) of shapes (N, 2) width, height."""
-    return shapes[:, 1] / shapes[:, 0]
-
-
-def _batch_shapes(shapes: np.ndarray, batch_size: int, size: int, stride: int, pad: float) -> np.ndarray:
-    """Picture shape (height, width) of every batch, int64 (batches, 2), for shapes sorted by aspect ratio."""
-    aspect = _aspect(shapes)
-    ratios = []
-    for start in range(0, len(aspect), batch_size):
-        low, high = aspect[start], aspect[min(start + batch_size, len(aspect)) - 1]
-        ratios.append((high, 1.0) if high < 1 else (1.0, 1 / low) if low > 1 else (1.0, 1.0))
-    return (np.ceil(np.array(ratios) * size / stride + pad) * stride).astype(np.int64)
+def outlines_in_pixels(
+    rows: np.ndarray, segments: Sequence[np.ndarray], size: tuple[float, float], pad: tuple[float, float]
+) -> list[np.ndarray]:
+    """One polygon per row in a picture of a (width, height) moved by pad (x, y); none where no row has one."""
+    outlines = _complete(rows, segments) if segments else []
+    return [points * np.float32(size) + np.float32(pad) for points in outlines]
 
 
 def _complete(rows: np.ndarray, segments: Sequence[np.ndarray]) -> list[np.ndarray]:

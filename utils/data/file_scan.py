@@ -137,7 +137,7 @@ def _look_at(image: str) -> Record:
 
 def _short(error: OSError) -> str:
     if isinstance(error, IsADirectoryError):
-        return "is a folder, not a picture"
+        return "is a folder, not a picture; folders are named in the data file, as in train: [list.txt, folder]"
     if isinstance(error, FileNotFoundError):
         return "file is not there (or a dead link)"
     return f"cannot be opened: {error.strerror or error}"

@@ -57,15 +57,31 @@ def to_network(image_bgr: np.ndarray, size: int | Sequence[int], stride: int, au
     return np.ascontiguousarray(boxed[..., ::-1].transpose(2, 0, 1))
 
 
-def open_capture(address: str | int) -> cv2.VideoCapture:
+def network_shape(height: int, width: int, size: int | Sequence[int], stride: int, auto: bool) -> tuple[int, int]:
+    """Return height and width of a picture after letterboxing, without doing it."""
+    target = (size, size) if isinstance(size, int) else (size[0], size[1])
+    if not auto:
+        return target
+    ratio = min(target[0] / height, target[1] / width)
+    scaled = (max(round(height * ratio), 1), max(round(width * ratio), 1))
+    rows, columns = (side + (limit - side) % stride for side, limit in zip(scaled, target, strict=True))
+    return rows, columns
+
+
+def open_capture(address: str | int, settings: Sequence[int] = ()) -> cv2.VideoCapture:
     """Open a video file, address or camera; ask ``isOpened`` of the result.
+
+    ``settings`` are pairs of OpenCV's property numbers and values that hold from the start; FFmpeg only.
 
     Files go straight to FFmpeg where OpenCV has it: its guessing takes a ``%`` in a name for a pattern of pictures.
     """
     if isinstance(address, int):
         return cv2.VideoCapture(address)
     has_ffmpeg = cv2.CAP_FFMPEG in cv2.videoio_registry.getBackends()
-    capture = cv2.VideoCapture(address, cv2.CAP_FFMPEG if has_ffmpeg else cv2.CAP_ANY)
+    if has_ffmpeg:
+        capture = cv2.VideoCapture(address, cv2.CAP_FFMPEG, list(settings))
+    else:
+        capture = cv2.VideoCapture(address, cv2.CAP_ANY)
     capture.set(cv2.CAP_PROP_ORIENTATION_AUTO, 1)  # phones store pictures lying down and note the turn
     return capture
 

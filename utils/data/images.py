@@ -13,6 +13,7 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 
+from utils.data.decoder import decode
 from utils.data.headers import JPEG_END, image_kind, jpeg_has_end, png_damage, read_header
 
 IMAGE_SUFFIXES = frozenset((".bmp", ".dng", ".jpeg", ".jpg", ".mpo", ".png", ".tif", ".tiff", ".webp", ".pfm"))
@@ -65,11 +66,13 @@ def decode_bgr(data: np.ndarray, name: str, *, allow_partial: bool = False) -> n
     """Decode encoded bytes (uint8 array) as `imread_bgr` does; name is used in messages."""
     view = memoryview(data)
     kind = image_kind(view)
-    image = _imdecode(data, _PLAIN)
+    image, damage = decode(data, _PLAIN)
+    if damage and not allow_partial:
+        raise ImageError(f"{name}: JPEG is cut off or damaged, although it ends like a whole one ({damage})")
     if image is None and kind == "jpeg":
         if not allow_partial and not _jpeg_is_complete(data):
             raise ImageError(f"{name}: JPEG is cut off, part of the picture data is missing")
-        image = _imdecode(_with_tail(data, JPEG_END), _PLAIN)
+        image = decode(_with_tail(data, JPEG_END), _PLAIN).image
     elif image is None or kind == "pfm":
         image = _decode_float(data)
     if image is None:
@@ -78,16 +81,9 @@ def decode_bgr(data: np.ndarray, name: str, *, allow_partial: bool = False) -> n
     return _upright(image, kind, view)
 
 
-def _imdecode(data: np.ndarray, flags: int) -> np.ndarray | None:
-    try:
-        return cv2.imdecode(data, flags)
-    except cv2.error:
-        return None
-
-
 def _decode_float(data: np.ndarray) -> np.ndarray | None:
     """Floating-point pictures (PFM, some TIFF): values up to 1 are taken as fractions, others as 0 to 255."""
-    image = _imdecode(data, _PLAIN | cv2.IMREAD_ANYDEPTH)
+    image = decode(data, _PLAIN | cv2.IMREAD_ANYDEPTH).image
     if image is None or image.dtype != np.float32:
         return None
     image = np.nan_to_num(image, posinf=255.0, neginf=0.0)
@@ -113,8 +109,8 @@ def _jpeg_is_complete(data: np.ndarray) -> bool:
     Appended noise is ignored by the decoder when all blocks were already there, and shows up as pixels otherwise.
     """
     noise = bytes(range(1, 255)) * 256
-    plain = _imdecode(_with_tail(data, JPEG_END), _PLAIN)
-    noisy = _imdecode(_with_tail(data, noise + JPEG_END), _PLAIN)
+    plain = decode(_with_tail(data, JPEG_END), _PLAIN).image
+    noisy = decode(_with_tail(data, noise + JPEG_END), _PLAIN).image
     return plain is not None and noisy is not None and np.array_equal(plain, noisy)
 
 
@@ -167,7 +163,7 @@ def check_image(path: str | Path) -> ImageFacts:
 
 def _range_remark(data: np.ndarray) -> str | None:
     """Warn of 16-bit files that only fill the lowest sixteenth of the range, such as 12-bit cameras write."""
-    deep = _imdecode(data, cv2.IMREAD_UNCHANGED)
+    deep = decode(data, cv2.IMREAD_UNCHANGED).image
     if deep is None or deep.dtype != np.uint16:
         return None
     largest = int(deep[..., :3].max() if deep.ndim == 3 else deep.max())
@@ -236,3 +232,18 @@ def letterbox(
     if top or bottom or left or right:
         im = cv2.copyMakeBorder(im, top, bottom, left, right, cv2.BORDER_CONSTANT, value=color)
     return im, ratios, (dw, dh)
+
+
+def aspect_ratios(shapes: np.ndarray) -> np.ndarray:
+    """Height over width (N,) of shapes (N, 2) width, height."""
+    return shapes[:, 1] / shapes[:, 0]
+
+
+def rectangle_shapes(shapes: np.ndarray, batch_size: int, size: int, stride: int, pad: float) -> np.ndarray:
+    """Picture shape (height, width) of every batch, int64 (batches, 2), for shapes sorted by aspect ratio."""
+    aspect = aspect_ratios(shapes)
+    ratios = []
+    for start in range(0, len(aspect), batch_size):
+        low, high = aspect[start], aspect[min(start + batch_size, len(aspect)) - 1]
+        ratios.append((high, 1.0) if high < 1 else (1.0, 1 / low) if low > 1 else (1.0, 1.0))
+    return (np.ceil(np.array(ratios) * size / stride + pad) * stride).astype(np.int64)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 
+from utils.data.decoder import decode
 from utils.data.headers import JPEG_END, tiff_orientation
 
 BLOCK_ROWS = 16  # rows of a block with halved colour resolution
@@ -87,9 +88,6 @@ def read_jpeg_part(
         # what it left over; it would do so if it had to wait for data, and then gives nothing.
         buffer = buffer[: layout.end].copy()
         buffer[layout.height_at : layout.height_at + 2] = divmod(taken, 256)
-    try:
-        image = cv2.imdecode(buffer, SHRINKS[shrink])
-    except cv2.error:
-        return None
+    image, damage = decode(buffer, SHRINKS[shrink])
     expected = (-(-taken // shrink), -(-width // shrink), 3)
-    return image if image is not None and image.shape == expected else None
+    return image if image is not None and image.shape == expected and not damage else None

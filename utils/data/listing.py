@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -121,8 +121,20 @@ def _sort_file(name: str, path: str, found: list[str], result: ImageList) -> Non
         result.unknown[suffix] += 1
 
 
-def _read_list(path: Path) -> Iterable[str]:
-    """Pictures named in a list file, one a line; relative lines are taken from the list file's folder."""
+def _read_list(path: Path) -> list[str]:
+    """Pictures named in a list file; raises ValueError where it names folders and nothing else."""
+    names = list(_lines_of(path))
+    folders = [name for name in names if _suffix(name) not in IMAGE_SUFFIXES and os.path.isdir(name)]
+    if folders and len(folders) == len(names):
+        raise ValueError(
+            f"{path}: names only folders, such as {folders[0]}; a list file names pictures, one a line. Name the "
+            "folders in the data file itself, as in train: [images/first, images/second]"
+        )
+    return names
+
+
+def _lines_of(path: Path) -> Iterator[str]:
+    """Names in a list file, one a line; relative lines are taken from the list file's folder."""
     try:
         lines = split_lines(decode_text(path.read_bytes()))
     except UnicodeDecodeError as error:

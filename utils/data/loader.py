@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import cv2
@@ -17,12 +18,20 @@ from torch.utils.data import DataLoader
 
 from utils.data.batching import QUAD, Batch, BatchMaker, Failure, Parcel, collate
 from utils.data.dataset import LoadImagesAndLabels
+from utils.data.gpu_augment import Composer
+from utils.data.plan_batches import PlanBatch, PlanMaker
+from utils.data.plan_stream import FILL_PICTURES, PlanStream
+from utils.data.plans import PlannedImagesAndLabels
+from utils.data.pool import PoolLayout, PoolSettings, plan_pool
 from utils.data.sampling import BatchStream, EpochPlan, checked_weights, class_weights, image_weights
 from utils.data.shared_memory import PREFETCH, fit_shared_memory
+from utils.data.stall import Readings, StallWatch, stall_text
 from utils.data.workers import WorkerWatch, init_worker, raise_failure, worker_count
-from utils.log import LOGGER
+from utils.log import LOGGER, progress
+from utils.runtime import synchronise
 
 __all__ = ["EpochLoader", "collate", "create_dataloader"]
+PLAN_BYTES = 2048  # of a sample without its copies: its tiles, views and usual number of targets
 
 
 class EpochLoader:
@@ -30,7 +39,11 @@ class EpochLoader:
 
     `set_epoch` decides what the next pass gives, `announce` what the one after it will: workers then start on that
     without waiting for it. A pass that was not announced gives the same batches, only later. pin_memory: page-locked
-    memory, from which copies to the GPU overlap with computing; left out: where there is a GPU.
+    memory, from which copies to the GPU overlap with computing; left out: where there is a GPU. A wait that is longer
+    than `stall.limit_s` is warned of.
+
+    With a composer, which takes a PlannedImagesAndLabels and a PlanStream, it gives PlanBatches instead, from which the
+    composer makes the same batches on its device; `DevicePrefetcher` does that.
     """
 
     def __init__(
@@ -44,11 +57,14 @@ class EpochLoader:
         weights: np.ndarray | None = None,
         pin_memory: bool | None = None,
         multiprocessing_context: str | None = None,
+        composer: Composer | None = None,
     ) -> None:
         self.dataset, self.num_workers, self.batch_size = dataset, workers, stream.batch_size
+        self.composer, self._is_pool_filled = composer, False
         self._stream, self._weights = stream, weights
+        self._maker = (BatchMaker if composer is None else PlanMaker)(dataset, quad=quad, seed=stream.seed)
         self._loader = DataLoader(
-            BatchMaker(dataset, quad=quad, seed=stream.seed),
+            self._maker,
             batch_size=None,  # the stream makes batches already
             sampler=stream,
             num_workers=workers,
@@ -59,7 +75,8 @@ class EpochLoader:
             worker_init_fn=init_worker,
             multiprocessing_context=multiprocessing_context if workers else None,
         )
-        self._watch = WorkerWatch()
+        self.stall = StallWatch(self.doing, getattr(dataset, "prefix", ""))
+        self._watch = WorkerWatch(self.stall)
         self._parcels: Iterator[Parcel | Failure] | None = None
         self._is_between_epochs = False  # all batches of the last pass were taken
         self.set_epoch(0)
@@ -86,11 +103,33 @@ class EpochLoader:
         """
         self._stream.announced = self._plan(epoch, mosaic, image_weights)
 
-    def __iter__(self) -> Iterator[Batch]:
+    def fill_pool(self) -> None:
+        """Let the workers decode what the composer's pool has to hold before the first batch; done when it is needed.
+
+        That is the whole set, once, or the pictures that a ring begins with.
+        """
+        composer, stream = self.composer, self._stream
+        if composer is None or not isinstance(stream, PlanStream):
+            return
+        stream.fill_next()
+        self._restart()
+        synchronise(composer.device)  # batches that are still being made read from the pool
+        count, is_whole = len(stream.fill_requests()), composer.pool.layout.is_whole
+        with progress(total=count, desc="pictures to the GPU", unit=f"x{FILL_PICTURES}", disable=not is_whole) as bar:
+            for _ in range(count):
+                parcel = self._take()
+                composer.pool.put(parcel.first_slot, parcel.pixels)
+                bar.update()
+        synchronise(composer.device)
+        self._is_pool_filled = is_whole
+
+    def __iter__(self) -> Iterator[Batch | PlanBatch]:
         begun = self._stream.begun
         if self._is_between_epochs and begun and self._stream.current.is_same(begun[0]):
             begun.popleft()
         else:
+            if not self._is_pool_filled:
+                self.fill_pool()
             self._restart()
         self._is_between_epochs = False
         for number in range(len(self)):
@@ -100,13 +139,23 @@ class EpochLoader:
 
     def close(self) -> None:
         """End the worker processes; the loader cannot be used afterwards."""
-        self._parcels = None
-        self._watch.processes = ()
+        self._parcels = self.composer = None
+        self._watch.close()
         del self._loader
 
     def worker_pids(self) -> list[int]:
         """Process ids of the workers that have been started."""
         return [process.pid for process in self._watch.processes if process.pid]
+
+    def doing(self) -> str:
+        """What the loader processes (or this one) are doing, and what to try when no batch comes."""
+        pids, dataset = self.worker_pids() if self.num_workers else [], self.dataset
+        last = getattr(dataset, "readings", Readings()).last
+        slots = list(enumerate(pids)) if self.num_workers else [(-1, os.getpid())]
+        return stall_text(
+            [(pid, dataset.im_files[last(slot)] if last(slot) >= 0 else "") for slot, pid in slots],
+            dataset.report.notes.network if hasattr(dataset, "report") else "",
+        )
 
     def _plan(self, epoch: int, mosaic: bool, weights: Sequence[float] | np.ndarray | None) -> EpochPlan:
         chosen = self._weights if weights is None else checked_weights(weights, len(self.dataset))
@@ -121,12 +170,22 @@ class EpochLoader:
             with self._watch.waiting():
                 self._parcels = iter(self._loader)
 
-    def _take(self) -> Batch:
+    def _take(self) -> Batch | PlanBatch:
         with self._watch.waiting():
             parcel = next(self._parcels)
+        if isinstance(parcel, PlanBatch) and self._stream.sent:
+            parcel = self._renewed(parcel)
         if isinstance(parcel, Failure):
             raise_failure(parcel, self.worker_pids())
         return parcel.batch()
+
+    def _renewed(self, plans: PlanBatch) -> PlanBatch | Failure:
+        """The plans, made anew where another process found a picture unreadable that they may count on."""
+        request = self._stream.sent.popleft()
+        if request.pictures is None or plans.known_broken == self.dataset.known_broken():
+            return plans
+        fresh = self._maker[replace(request, decoded=())]
+        return fresh if isinstance(fresh, Failure) else replace(fresh, pixels=plans.pixels)
 
 
 def create_dataloader(
@@ -155,31 +214,33 @@ def create_dataloader(
     quad: bool = False,
     memory_share: float = 1.0,
     multiprocessing_context: str | None = None,
+    pool: PoolSettings | None = None,
 ) -> tuple[EpochLoader, LoadImagesAndLabels]:
     """Scan a data set and build its loader; batches are (images (B, 3, H, W) uint8, targets (T, 6), paths, shapes).
 
     nc (or the number of names) is checked against the labels; cache 'val' keeps pictures in memory when not augmenting.
-    image_weights draws pictures with replacement, by class frequency until `set_epoch` gets weights. quad gives
-    batches of a quarter of the pictures at twice the side. memory_share is the part of shared memory to plan with, one
-    half where two loaders live. multiprocessing_context ('fork', 'spawn', 'forkserver') replaces the system's way to
-    start processes. Raises what `scan_dataset` raises, and ValueError for options that exclude each other.
+    image_weights draws pictures with replacement, by class frequency until `set_epoch` gets weights. quad gives batches
+    of a quarter of the pictures at twice the side. memory_share: part of shared memory to plan with, 1/2 for each of
+    two loaders. multiprocessing_context ('fork', 'spawn', …) replaces the system's way to start processes. With pool a
+    composer makes pictures from plans. Raises what `scan_dataset` does, ValueError for options that exclude each other.
     """
     nc = len(names) if nc is None and names is not None else nc
     rect, shuffle = _compatible(rect, shuffle, image_weights, prefix)
     _check_quad(quad, batch_size, prefix)
     cv2.setNumThreads(0)
-    dataset = LoadImagesAndLabels(
+    dataset = (LoadImagesAndLabels if pool is None else PlannedImagesAndLabels)(
         path, imgsz, batch_size, augment, hyp, rect, single_cls=single_cls, stride=stride, pad=pad,
         min_items=min_items, prefix=prefix, seed=seed, nc=nc, **_cache_options(cache, cache_dir, mosaic_cache, augment),
     )  # fmt: skip
-    _check_content(dataset, quad, prefix)
-    group = QUAD if quad else 1
+    group = _check_content(dataset, quad, prefix)
     batch_size = min(batch_size, len(dataset) // group * group)
-    workers, batch_bytes = worker_count(workers, batch_size), batch_size * 3 * imgsz * imgsz
+    layout = None if pool is None else plan_pool(dataset.shapes, imgsz, batch_size, pool, prefix)
+    batch_bytes, workers = _batch_bytes(dataset, batch_size, layout), worker_count(workers, batch_size)
     workers, prefetch = fit_shared_memory(workers, batch_bytes, share=memory_share, prefix=prefix)
     loader = EpochLoader(
         dataset,
-        BatchStream(len(dataset), batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last, group=group),
+        _stream(len(dataset), batch_size, layout, shuffle=shuffle, seed=seed, drop_last=drop_last, group=group),
+        composer=None if layout is None else Composer(layout, pool.device, use_triton=pool.use_triton),
         workers=workers,
         prefetch=prefetch,
         quad=quad,
@@ -187,6 +248,22 @@ def create_dataloader(
         multiprocessing_context=multiprocessing_context,
     )
     return loader, dataset
+
+
+def _stream(length: int, batch_size: int, layout: PoolLayout | None, **order: bool | int) -> BatchStream:
+    if layout is None:
+        return BatchStream(length, batch_size, **order)  # type: ignore[arg-type]
+    return PlanStream(length, batch_size, layout, **order)
+
+
+def _batch_bytes(dataset: LoadImagesAndLabels, batch_size: int, layout: PoolLayout | None) -> int:
+    """Shared memory that a batch takes: its pictures, or what their plans and newly decoded pictures need."""
+    picture = 3 * dataset.img_size**2
+    if layout is None:
+        return batch_size * picture
+    mask = dataset.img_size**2 if dataset.settings.copy_paste else 0  # two planes of four times the size, in bits
+    plans = batch_size * (PLAN_BYTES + mask)
+    return max(plans, FILL_PICTURES * picture) if layout.is_whole else plans + batch_size * picture
 
 
 def _cache_options(
@@ -223,7 +300,8 @@ def _check_quad(quad: bool, batch_size: int, prefix: str) -> None:
         )
 
 
-def _check_content(dataset: LoadImagesAndLabels, quad: bool, prefix: str) -> None:
+def _check_content(dataset: LoadImagesAndLabels, quad: bool, prefix: str) -> int:
+    """How many pictures belong together; raises ValueError where there are too few of them, or nothing to learn."""
     if quad and len(dataset) < QUAD:
         raise ValueError(f"{prefix}--quad needs at least {QUAD} pictures, there are {len(dataset)}: leave --quad out")
     if dataset.augment and not len(dataset.labels.values):
@@ -231,6 +309,7 @@ def _check_content(dataset: LoadImagesAndLabels, quad: bool, prefix: str) -> Non
             f"{prefix}there is nothing to learn: none of the {len(dataset)} pictures has a label; "
             f"the first label file was expected at {dataset.label_files[0]}"
         )
+    return QUAD if quad else 1
 
 
 def _first_weights(dataset: LoadImagesAndLabels, nc: int | None) -> np.ndarray:

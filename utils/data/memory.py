@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+MIB, GIB = 1 << 20, 1 << 30
 UNKNOWN = 1 << 62  # bytes; stands for "no limit known"
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # numbers of these settings in the C library's mallopt()
 KEPT_BYTES, MAPPED_FROM_BYTES = 256 << 20, 32 << 20  # the second one is the largest that mallopt() accepts
@@ -21,6 +22,13 @@ _CGROUP_FILES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     2: ("memory.max", "memory.current", "inactive_file"),
 }
+
+
+def size_text(size: int) -> str:
+    """Bytes in a message: 1.50 GB (of 2^30), 12.0 MB or 18 KB; a larger unit begins at a tenth of itself."""
+    if size >= 0.1 * GIB:
+        return f"{size / GIB:.2f} GB"
+    return f"{size / MIB:.1f} MB" if size >= 0.1 * MIB else f"{-(-size // 1024)} KB"
 
 
 def available_memory_bytes(root: str | Path = "/") -> int:

@@ -9,7 +9,7 @@ mosaics and rarer refreshing mean less variety and over-fitting; as many mosaics
 made anew. Accuracy has to be compared for each data set before relying on it.
 
 Stored per mosaic are its pixels, its centre, and index and size of its four pictures. Its labels and polygons follow
-from these and from the label tables in memory; because pictures, labels and their order are part of the file's name,
+from these and from the label tables in memory; because pictures, labels and their order are part of the folder's name,
 they cannot be those of another state of the data set.
 """
 
@@ -25,11 +25,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from utils.data.disk_cache import DISK_RESERVE_BYTES, GIB, Stamp, cache_root, free_disk_bytes
+from utils.data.cache_folder import MOSAICS, CacheFolder, cache_root, data_set_of, free_disk_bytes, size_of
+from utils.data.disk_cache import DISK_RESERVE_BYTES
+from utils.data.memory import size_text
+from utils.data.shards import Stamp
 from utils.log import LOGGER
 
 REFRESH_EPOCHS = 10  # epochs that one set of mosaics serves
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 HEADER = 16  # int64 values per mosaic: is complete, centre, 4 indices, 4 sizes, checksum
 CHECK_STEP = 4093  # bytes between those that the checksum covers: one in every page of the file
 SUFFIX = ".mosaics"
@@ -92,8 +95,8 @@ class MosaicCache:
     written, after its pixels; a checksum reveals pixels that a power failure lost. Use `MosaicCache.open`.
     """
 
-    def __init__(self, stem: Path, schedule: MosaicSchedule, size: int) -> None:
-        self.stem, self.schedule, self.size = stem, schedule, size
+    def __init__(self, folder: CacheFolder, schedule: MosaicSchedule, size: int) -> None:
+        self.folder, self.schedule, self.size = folder, schedule, size
         self.slot_bytes = (2 * size) ** 2 * 3
         self._forget()
 
@@ -102,7 +105,7 @@ class MosaicCache:
         self._checked: set[int] = set()
 
     def __getstate__(self) -> dict[str, object]:
-        return {"stem": self.stem, "schedule": self.schedule, "size": self.size}
+        return {"folder": self.folder, "schedule": self.schedule, "size": self.size}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__init__(**state)  # type: ignore[misc]
@@ -126,39 +129,37 @@ class MosaicCache:
         wanted, count = count, min(count, len(files))
         if wanted > count:
             LOGGER.info(f"{prefix}--mosaic-cache {wanted}: as many mosaics as pictures are the most, {count} are used")
-        folder = cache_root(cache_dir) / "mosaics"
-        place = hashlib.sha256(b"\0".join(os.fsencode(os.path.abspath(path)) for path in files)).hexdigest()[:16]
-        key = _content_key([FORMAT_VERSION, REFRESH_EPOCHS, count, size, seed], contents, files)
-        cache = cls(folder / f"{place}-{key}", MosaicSchedule(len(files), count, seed), size)
+        root = cache_root(cache_dir)
+        version = f"{FORMAT_VERSION}, renewed after {REFRESH_EPOCHS} epochs"
+        settings = {"mosaics": count, "side": size, "seed": seed, "format": version}
+        settings["contents"] = _digest(contents, files)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            for path in folder.glob(f"{place}-*{SUFFIX}"):  # of another size, seed, count or state of the data set
-                if not path.name.startswith(cache.stem.name):
-                    path.unlink(missing_ok=True)
+            folder = CacheFolder.open(root, MOSAICS, data_set_of(files), settings, prefix=prefix)
+            cache = cls(folder, MosaicSchedule(len(files), count, seed), size)
             return cache if cache._has_room(prefix) else None
         except OSError as error:
             LOGGER.warning(
-                f"{prefix}--mosaic-cache left out: {folder} cannot be used ({error.strerror or error}); mosaics are "
+                f"{prefix}--mosaic-cache left out: {root} cannot be used ({error.strerror or error}); mosaics are "
                 "made anew. --cache-dir names another folder"
             )
             return None
 
     def _has_room(self, prefix: str) -> bool:
         """Whether the disk holds two generations: the old one goes only when every process has left it."""
-        once = self.schedule.count * self.slot_bytes
-        present = sum(path.stat().st_blocks * 512 for path in self.stem.parent.glob(f"{self.stem.name}-*{SUFFIX}"))
-        needed, free = max(2 * once - present, 0), free_disk_bytes(self.stem.parent)
+        place, once = self.folder.path, self.schedule.count * self.slot_bytes
+        needed, free = max(2 * once - size_of(place), 0), free_disk_bytes(place)
         if needed + DISK_RESERVE_BYTES > free:
             LOGGER.warning(
-                f"{prefix}--mosaic-cache left out: {self.schedule.count} mosaics of {self.slot_bytes / 2**20:.1f} MB, "
-                f"twice while they are renewed, need {needed / GIB:.2f} GB in {self.stem.parent} and "
-                f"{DISK_RESERVE_BYTES / GIB:.0f} GB must stay free, {free / GIB:.2f} GB are free; mosaics are made "
-                "anew. Ask for fewer, or name a folder on another disk with --cache-dir"
+                f"{prefix}--mosaic-cache left out: {self.schedule.count} mosaics of {size_text(self.slot_bytes)}, "
+                f"twice while they are renewed, need {size_text(needed)} in {place} and "
+                f"{size_text(DISK_RESERVE_BYTES)} must stay free, {size_text(free)} are free; mosaics are made anew. "
+                f"Ask for fewer, name a folder on another disk with --cache-dir, or make room: "
+                f"{self.folder.total_text()}"
             )
             return False
         LOGGER.info(
             f"{prefix}{self.schedule.count} prepared mosaics, renewed every {REFRESH_EPOCHS} epochs, up to "
-            f"{2 * once / GIB:.2f} GB in {self.stem.parent}, which can be deleted at any time"
+            f"{size_text(2 * once)} in {place}; {self.folder.total_text()}"
         )
         return True
 
@@ -180,11 +181,12 @@ class MosaicCache:
         self.__del__()
         self._forget()
         self._generation = generation
-        path = self.stem.with_name(f"{self.stem.name}-{generation}{SUFFIX}")
+        path = self.folder.path / f"{generation}{SUFFIX}"
         total = self.schedule.count * (self.slot_bytes + 8 * HEADER)
         try:
-            for other in path.parent.glob(f"{self.stem.name}-*{SUFFIX}"):
-                if int(other.name.removesuffix(SUFFIX).rsplit("-", 1)[1]) < generation:
+            for other in path.parent.glob(f"*{SUFFIX}"):
+                number = other.name.removesuffix(SUFFIX)
+                if number.isdecimal() and int(number) < generation:
                     other.unlink(missing_ok=True)
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
             os.ftruncate(self._descriptor, total)  # no blocks yet: holes read as zeros, which is "not complete"
@@ -226,6 +228,15 @@ class MosaicCache:
             self._descriptor = -1
 
 
+def is_idle(count: int, probability: float, *, augment: bool, rect: bool, prefix: str = "") -> bool:
+    """Whether no mosaics are made, so that `count` prepared ones would be of no use; says so."""
+    reason = "validation makes no mosaics" if not augment else "--rect makes no mosaics" if rect else ""
+    if not reason and probability:
+        return False
+    LOGGER.warning(f"{prefix}--mosaic-cache {count} has no effect: {reason or 'the hyper-parameter mosaic is 0'}")
+    return True
+
+
 def _write_all(descriptor: int, data: np.ndarray, offset: int) -> None:
     view = memoryview(data)
     while view:
@@ -237,9 +248,9 @@ def _checksum(pixels: np.ndarray, values: Sequence[int]) -> int:
     return zlib.crc32(pixels[::CHECK_STEP].tobytes(), zlib.crc32(np.array(values, np.int64).tobytes()))
 
 
-def _content_key(settings: Sequence[int], contents: Sequence[np.ndarray], files: Sequence[str]) -> str:
-    """Digest of everything that the mosaics depend on: settings, labels, and size and time of change of every file."""
-    digest = hashlib.sha256(repr(list(settings)).encode())
+def _digest(contents: Sequence[np.ndarray], files: Sequence[str]) -> str:
+    """Digest of the state of a data set: labels, and name, size and time of change of every file, in their order."""
+    digest = hashlib.sha256(b"\0".join(os.fsencode(os.path.abspath(path)) for path in files))
     for array in contents:
         digest.update(f"{array.dtype}{array.shape}".encode())
         digest.update(np.ascontiguousarray(array).tobytes())

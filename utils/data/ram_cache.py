@@ -9,12 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from utils.data.images import fitted_size
-from utils.data.memory import SharedBytes, available_memory_bytes
+from utils.data.memory import SharedBytes, available_memory_bytes, size_text
 from utils.data.tables import offsets_of
 from utils.log import LOGGER, progress
 
 MEMORY_RESERVE = 1.1  # the buffer times this must fit into free memory
-GIB = 1 << 30
 
 
 class RamCache:
@@ -55,8 +54,8 @@ class RamCache:
         needed, free = sum(width * height * 3 for width, height in sizes), available_memory_bytes()
         if needed * MEMORY_RESERVE >= free:
             LOGGER.warning(
-                f"{prefix}--cache ram left out: {len(sizes)} pictures need {needed / GIB:.1f} GB and 10 % reserve, "
-                f"{free / GIB:.1f} GB are free; pictures are read from their files. --cache disk needs no memory"
+                f"{prefix}--cache ram left out: {len(sizes)} pictures need {size_text(needed)} and 10 % reserve, "
+                f"{size_text(free)} are free; pictures are read from their files. --cache disk needs no memory"
             )
             return None
         try:
@@ -77,5 +76,5 @@ class RamCache:
         ):
             for _ in pool.map(keep, range(len(sizes))):
                 bar.update()
-        LOGGER.info(f"{prefix}{int(cache.is_filled.sum())} pictures in memory, {needed / GIB:.2f} GB")
+        LOGGER.info(f"{prefix}{int(cache.is_filled.sum())} pictures in memory, {size_text(needed)}")
         return cache

@@ -14,8 +14,10 @@ from pathlib import Path
 import cv2
 import numpy as np
 
+from utils.data.changes import changes, fingerprint
 from utils.data.images import FILL, ImageError, imread_bgr, resize_long_side
 from utils.data.listing import printable
+from utils.data.overlap import find_overlap
 from utils.data.scan import Problem, ScanResult
 from utils.files import atomic_write, write_text_atomic
 from utils.log import LOGGER
@@ -25,6 +27,7 @@ SMALL_SIDE, MEDIUM_SIDE = 32, 96  # pixels at the training size; COCO's limits o
 LOST_SIDE = 3.0  # pixels; an object thinner than this at the training size can hardly be learnt
 SHOWN_CLASSES = 20  # classes in the table of the terminal; the JSON holds all
 SHOWN_KINDS = 6  # kinds of problems in that table
+OTHER = "other"  # kind of what has none, and of all that are not among those
 SHEET_CELLS, SHEET_CELL_SIDE, CAPTION_HEIGHT = 16, 320, 18
 LINE_TYPE = cv2.LINE_AA
 SHOWN_FILES = 5  # names in a warning
@@ -38,21 +41,33 @@ def write_data_report(
     *,
     single_cls: bool = False,
     use_sheets: bool = True,
+    is_resumed: bool = False,
 ) -> Path:
     """Log the table of some scans ("train", "val"), write data_report.json and one contact sheet for each to folder.
 
     imgsz is the training size in pixels, from which the sizes of objects follow. With single_cls all classes are one.
-    Returns the path of the JSON file. Nothing that fails in here ends a run: one line says what was not written.
+    With is_resumed the report that lies in the folder is of the same run, and what changed since is told. Returns the
+    path of the JSON file. Nothing that fails in here ends a run: one line says what was not written.
     """
     reports = {split: describe(scan, names, imgsz, single_cls=single_cls) for split, scan in scans.items()}
     LOGGER.info("\n".join(table_lines(reports, imgsz)))
     for line in hints(reports):
         LOGGER.warning(line)
+    content: dict[str, object] = {"imgsz": imgsz, **reports}
+    if "train" in scans and "val" in scans:
+        overlap = find_overlap(scans["train"], scans["val"])
+        content["overlap"] = overlap.description()
+        if overlap.warning():
+            LOGGER.warning(overlap.warning())
     path = Path(folder) / REPORT_NAME
+    for line in changes(path, reports) if is_resumed else ():
+        LOGGER.warning(line)
     try:
-        write_text_atomic(path, json.dumps({"imgsz": imgsz, **reports}, indent=1, ensure_ascii=False) + "\n")
+        write_text_atomic(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
         for split, scan in scans.items() if use_sheets else ():
-            write_contact_sheet(scan, names, Path(folder) / SHEET_NAME.format(split), single_cls=single_cls)
+            write_contact_sheet(
+                scan.taking_part(), names, Path(folder) / SHEET_NAME.format(split), single_cls=single_cls
+            )
     except (OSError, ValueError, MemoryError, cv2.error) as error:
         LOGGER.warning(f"data report not written to {folder}: {error}")
     return path
@@ -73,18 +88,23 @@ def say_unread(paths: Sequence[str], total: int, prefix: str = "", *, known: int
 
 
 def describe(scan: ScanResult, names: Mapping[int, str], imgsz: int, *, single_cls: bool = False) -> dict[str, object]:
-    """Everything a scan found out, as plain data. Lists are complete."""
-    counts, notes = scan.counts, scan.notes
+    """Everything a scan found out, as plain data. Lists are complete.
+
+    used, objects and what follows from the labels count the pictures that take part; what is wrong with files and rows
+    is told of all.
+    """
+    counts, notes, part = scan.counts, scan.notes, scan.taking_part()
+    empty, missing = (0, 0) if notes.min_items > 0 else (counts.empty, counts.missing)
     refused = [problem for problem in scan.problems if problem.is_refused_row]
     left_out = [problem for problem in scan.problems if problem.is_left_out]
     others = [problem for problem in scan.problems if not (problem.is_refused_row or problem.is_left_out)]
-    pixels = box_pixels(scan, imgsz)
     return {
-        "used": counts.used,
-        "objects": counts.objects,
-        "background": {"empty_label_file": counts.empty, "no_label_file": counts.missing},
+        "used": len(part),
+        "objects": len(part.labels.values),
+        "background": {"empty_label_file": empty, "no_label_file": missing},
         "first_missing_label": printable(notes.first_missing),
         "left_out": {"count": counts.left_out, "by_reason": _by_kind(left_out), "files": _entries(left_out)},
+        "left_out_by_min_items": {"min_items": notes.min_items, "count": len(scan) - len(part)},
         "rows_refused": {"count": counts.rows_refused, "by_reason": _by_kind(refused), "rows": _entries(refused)},
         "rows_clipped": {"count": counts.rows_clipped, "files": _rows_per_file(scan, 1)},
         "duplicate_rows": {"count": counts.duplicates, "files": _rows_per_file(scan, 2)},
@@ -94,11 +114,12 @@ def describe(scan: ScanResult, names: Mapping[int, str], imgsz: int, *, single_c
         "unknown_suffixes": {printable(suffix): count for suffix, count in notes.unknown.items()},
         "repeated_pictures": notes.repeated,
         "network_disk": notes.network,
+        "fingerprint": fingerprint(part),
         "scan": {"seconds": round(notes.seconds, 3), "pictures_from_cache": notes.from_cache},
-        "picture_sizes": _picture_sizes(scan.shapes),
-        "objects_per_picture": _distribution(scan.labels.lengths()),
-        "classes": _classes(scan, names, single_cls),
-        "object_sizes": _object_sizes(pixels),
+        "picture_sizes": _picture_sizes(part.shapes),
+        "objects_per_picture": _distribution(part.labels.lengths()),
+        "classes": _classes(part, names, single_cls),
+        "object_sizes": _object_sizes(box_pixels(part, imgsz)),
     }
 
 
@@ -109,7 +130,7 @@ def box_pixels(scan: ScanResult, imgsz: int) -> np.ndarray:
 
 
 def _by_kind(problems: Sequence[Problem]) -> dict[str, int]:
-    return dict(Counter(problem.kind or "other" for problem in problems).most_common())
+    return dict(Counter(problem.kind or OTHER for problem in problems).most_common())
 
 
 def _entries(problems: Sequence[Problem]) -> list[dict[str, object]]:
@@ -185,6 +206,8 @@ def table_lines(reports: Mapping[str, Mapping], imgsz: int) -> list[str]:
     add("  background, empty label file", [r["background"]["empty_label_file"] for r in columns])
     add("  background, no label file", [r["background"]["no_label_file"] for r in columns])
     _add_problems(rows, columns, "pictures left out", "left_out")
+    least = max(r["left_out_by_min_items"]["min_items"] for r in columns)
+    add(f"--min-items {least} leaves out", [r["left_out_by_min_items"]["count"] for r in columns])
     add("objects", [r["objects"] for r in columns], always=True)
     _add_problems(rows, columns, "rows refused", "rows_refused")
     add("rows clipped at the border", [r["rows_clipped"]["count"] for r in columns])
@@ -212,15 +235,20 @@ def _share(part: int, whole: int) -> str:
 
 
 def _add_problems(rows: list[tuple[str, list[str]]], columns: Sequence[Mapping], title: str, key: str) -> None:
-    """Rows for a count and its most frequent reasons; nothing where the count is 0 everywhere."""
+    """Rows for a count, its most frequent reasons and all others; nothing where the count is 0 everywhere."""
     if not any(report[key]["count"] for report in columns):
         return
     rows.append((title, [f"{report[key]['count']:,}" for report in columns]))
     kinds = Counter()
     for report in columns:
         kinds.update(report[key]["by_reason"])
-    for kind, _ in kinds.most_common(SHOWN_KINDS):
+    kinds.pop(OTHER, None)
+    shown = [kind for kind, _ in kinds.most_common(SHOWN_KINDS)]
+    for kind in shown:
         rows.append((f"  {_shortened(kind, 40)}", [f"{report[key]['by_reason'].get(kind, 0):,}" for report in columns]))
+    rest = [report[key]["count"] - sum(report[key]["by_reason"].get(kind, 0) for kind in shown) for report in columns]
+    if any(rest):
+        rows.append((f"  {OTHER}", [f"{value:,}" for value in rest]))
 
 
 def _add_classes(rows: list[tuple[str, list[str]]], columns: Sequence[Mapping]) -> None:

@@ -16,7 +16,8 @@ from torch.utils.data import Sampler
 from utils.data.dataset import SampleKey
 from utils.data.tables import RowTable
 
-ORDER_STREAM = 1 << 40  # keeps the draws of the order apart from those of the samples
+ORDER_STREAM, PARTNER_STREAM = 1 << 40, 1 << 45  # keep these draws apart from those of the samples
+PARTNERS = 6  # other pictures of a mosaic and of the one mixed with it
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,9 +77,15 @@ class BatchStream(Sampler[list[SampleKey]]):
     def batches_of(self, plan: EpochPlan) -> Iterator[list[SampleKey]]:
         """The batches of one epoch."""
         order = epoch_order(self.length, plan.epoch, seed=self.seed, shuffle=self.shuffle, weights=plan.weights)
-        for number in range(len(self)):
-            chosen = order[: len(order) // self.group * self.group][number * self.batch_size :][: self.batch_size]
-            yield [SampleKey(plan.epoch, index, plan.is_mosaic) for index in chosen.tolist()]
+        repeats, partners = np.zeros(len(order), np.int64), np.zeros((len(order), 0), np.int64)
+        if plan.weights is not None:  # an order drawn with replacement, from which the partners are drawn as well
+            rng = np.random.default_rng([self.seed, plan.epoch, PARTNER_STREAM])
+            repeats, partners = repetitions(order), order[rng.integers(len(order), size=(len(order), PARTNERS))]
+        usable = len(order) // self.group * self.group
+        for start in range(0, len(self) * self.batch_size, self.batch_size):
+            chosen = slice(start, min(start + self.batch_size, usable))
+            columns = (values[chosen].tolist() for values in (order, repeats, partners))
+            yield [SampleKey(plan.epoch, i, plan.is_mosaic, n, tuple(p)) for i, n, p in zip(*columns, strict=True)]
 
 
 def epoch_order(
@@ -92,6 +99,14 @@ def epoch_order(
     if shuffle:
         rng.shuffle(order)
     return order
+
+
+def repetitions(order: np.ndarray) -> np.ndarray:
+    """For each position (n,) how often its value stands before it."""
+    by_value = np.argsort(order, kind="stable")
+    counts = np.empty_like(order)
+    counts[by_value] = np.arange(len(order)) - np.searchsorted(order[by_value], order[by_value])
+    return counts
 
 
 def checked_weights(weights: Sequence[float] | np.ndarray, length: int) -> np.ndarray:

@@ -87,6 +87,7 @@ class ScanNotes:
     unknown: suffix -> files that were not looked at; repeated: pictures listed more than once; respelt: (expected,
     found) label files whose names differ in case or Unicode form only; shared: label files of several pictures;
     first_missing: where the first label that is missing was expected; network: type of a network disk, or ''.
+    min_items: pictures with fewer objects do not take part (--min-items).
     """
 
     unknown: dict[str, int] = field(default_factory=dict)
@@ -95,6 +96,7 @@ class ScanNotes:
     shared: list[str] = field(default_factory=list)
     first_missing: str = ""
     network: str = ""
+    min_items: int = 0
     seconds: float = 0.0
     from_cache: int = 0
 
@@ -105,7 +107,8 @@ class ScanResult:
 
     labels: (n_i, 5) float32 class, x, y, w, h as fractions. points: (p_i, 2) polygon points of a picture, one label row
     after the other; point_counts: (sum n_i,) points of each label row, 0 for box rows. shapes: (N, 2) width, height.
-    row_counts: (N, 3) rows of each label file that were refused, clipped, and left out as duplicates.
+    row_counts: (N, 3) rows of each label file that were refused, clipped, and left out as duplicates. file_bytes: (N,)
+    sizes of the picture files.
     """
 
     im_files: TextTable
@@ -118,6 +121,7 @@ class ScanResult:
     problems: list[Problem] = field(default_factory=list)
     row_counts: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.int64))
     notes: ScanNotes = field(default_factory=ScanNotes)
+    file_bytes: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def __len__(self) -> int:
         return len(self.im_files)
@@ -127,6 +131,11 @@ class ScanResult:
         start, stop = self.labels.offsets[index : index + 2]
         ends = np.cumsum(self.point_counts[start:stop])
         return np.split(self.points[index], ends[:-1]) if len(ends) else []
+
+    def taking_part(self) -> ScanResult:
+        """The same result reduced to the pictures that hold as many objects as --min-items asks for."""
+        least = self.notes.min_items
+        return self.select(np.flatnonzero(self.labels.lengths() >= least)) if least > 0 else self
 
     def select(self, index: np.ndarray) -> ScanResult:
         """The same result reduced to the pictures of an index array, in its order; counts, problems and notes stay."""
@@ -142,7 +151,24 @@ class ScanResult:
             self.problems,
             self.row_counts[index] if len(self.row_counts) else self.row_counts,
             self.notes,
+            self.file_bytes[index] if len(self.file_bytes) else self.file_bytes,
         )
+
+
+def with_min_items(result: ScanResult, min_items: int, prefix: str = "") -> ScanResult:
+    """Leave out pictures with fewer than min_items labels; 0 keeps all, backgrounds included.
+
+    Raises ValueError where no picture is left.
+    """
+    if min_items <= 0:
+        return result
+    result.notes.min_items = min_items
+    kept = result.taking_part()
+    LOGGER.info(f"{prefix}--min-items {min_items}: {len(kept)} of {len(result)} pictures kept")
+    if not len(kept):
+        most = int(result.labels.lengths().max())
+        raise ValueError(f"{prefix}--min-items {min_items} leaves no picture; the fullest one holds {most} objects")
+    return kept
 
 
 def scan_dataset(
@@ -159,7 +185,7 @@ def scan_dataset(
     label_files = _find_labels(listing.files, notes, prefix)
     scan = FileScan(listing.files, label_files, cache_path(paths, label_files) if use_cache else None, prefix)
     records = scan.run(NETWORK_THREADS if notes.network else min(SCAN_THREADS, os.cpu_count() or 1))
-    result = _assemble(listing, label_files, records, notes)
+    result = _assemble(listing, label_files, records, notes, [stamp.image_size for stamp in scan.stamps])
     notes.seconds, notes.from_cache = time.perf_counter() - start, scan.remembered
     _report(result, listing, prefix, scan.cache.age_s)
     if not len(result):
@@ -236,7 +262,9 @@ def _find_labels(images: Sequence[str], notes: ScanNotes, prefix: str) -> list[s
     return found
 
 
-def _assemble(listing: ImageList, label_files: list[str], records: Sequence[Record], notes: ScanNotes) -> ScanResult:
+def _assemble(
+    listing: ImageList, label_files: list[str], records: Sequence[Record], notes: ScanNotes, sizes: Sequence[int]
+) -> ScanResult:
     """Join the records of the usable pictures into tables and add up the counts."""
     problems = [Problem(path, 0, f"{LEFT_OUT}: {reason}", "folder cannot be read") for path, reason in listing.left_out]
     usable: list[int] = []
@@ -277,6 +305,7 @@ def _assemble(listing: ImageList, label_files: list[str], records: Sequence[Reco
         problems,
         row_counts,
         notes,
+        np.array([sizes[i] for i in usable], np.int64),
     )
 
 

@@ -10,14 +10,13 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from utils.data.memory import available_memory_bytes
+from utils.data.memory import GIB, UNKNOWN, available_memory_bytes, size_text
 from utils.log import LOGGER
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFETCH = 2  # batches a worker may be ahead
 BATCH_SLACK = 1.3  # shared memory a batch needs beyond its pixels: other shapes of rectangular batches, labels
 IN_HAND = 2  # batches that the trainer holds: the one it works on and the one being copied to the device
-GIB = 1 << 30
 
 
 def shared_bytes(workers: int, batch_bytes: int, prefetch: int = PREFETCH) -> int:
@@ -88,15 +87,12 @@ def processor_seconds(pid: int | None = None) -> float:
 def memory_figures(worker_pids: Iterable[int] = ()) -> str:
     """One line for messages: what is free, and what this process and its loader processes hold."""
     workers = [size for size in map(process_memory_bytes, worker_pids) if size]
-    parts = (
-        [f"{available_memory_bytes() / GIB:.1f} GB of main memory free"] if available_memory_bytes() < 1 << 60 else []
-    )
+    parts = [f"{size_text(available_memory_bytes())} of main memory free"] if available_memory_bytes() < UNKNOWN else []
     if SHARED_MEMORY.is_dir():
-        parts.append(f"{shutil.disk_usage(SHARED_MEMORY).free / GIB:.1f} GB of shared memory free")
+        parts.append(f"{size_text(shutil.disk_usage(SHARED_MEMORY).free)} of shared memory free")
     if process_memory_bytes():
-        parts.append(f"this process holds {process_memory_bytes() / GIB:.1f} GB")
+        parts.append(f"this process holds {size_text(process_memory_bytes())}")
     if workers:
-        parts.append(
-            f"its {len(workers)} living loader processes {sum(workers) / GIB:.1f} GB (shared parts counted in each)"
-        )
+        held = size_text(sum(workers))
+        parts.append(f"its {len(workers)} living loader processes {held} (shared parts counted in each)")
     return ", ".join(parts)

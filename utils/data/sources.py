@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import glob
 import os
-import queue
 import shutil
 import tempfile
-import threading
 import urllib.parse
 import urllib.request
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
-from typing import TypeVar
 
 import cv2
 import numpy as np
@@ -27,18 +26,19 @@ from utils.data.headers import image_kind
 from utils.data.images import IMAGE_SUFFIXES, imread_bgr
 from utils.data.labels import decode_text, split_lines
 from utils.data.listing import is_system_file, walk_files
+from utils.data.screen import check_screen
 from utils.data.streams import LoadStreams, without_password
 from utils.log import LOGGER
+from utils.threads import ordered_map
 
-__all__ = ["LoadImages", "LoadStreams", "MediaFile", "Source", "prefetched", "read_frames", "resolve_source"]
+__all__ = ["LoadImages", "LoadStreams", "MediaFile", "Source", "read_frames", "resolve_source"]
 
 VIDEO_SUFFIXES = frozenset(
     (".asf", ".avi", ".gif", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".ts", ".wmv")  # as upstream
 )
 STREAM_SCHEMES = ("rtsp://", "rtmp://", "http://", "https://")
 DOWNLOAD_TIMEOUT_S = 30
-
-Item = TypeVar("Item")
+DECODERS = min(4, os.cpu_count() or 1)  # threads that decode pictures; more would only fill the memory
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,8 @@ def _resolve_one(text: str, result: Source) -> None:
     elif text.lower().startswith(STREAM_SCHEMES):
         result.add_address(text)
     elif text.lower().split()[:1] == ["screen"]:
-        raise ValueError("--source screen is not supported; record the screen to a video and give that")
+        check_screen(text)
+        result.streams.append(text)
     elif glob.has_magic(text):
         _add_matches(text, result)
     else:
@@ -236,70 +237,43 @@ def _holds_picture(path: Path) -> bool:
         return False
 
 
-def read_frames(files: Sequence[MediaFile], vid_stride: int = 1) -> Iterator[Frame | Unreadable]:
-    """Yield the frames of all files in order; a file that cannot be read gives one ``Unreadable`` instead."""
-    for item, file in enumerate(files):
-        try:
-            if file.is_video:
-                video = VideoFile(file.path, vid_stride)
-                for number, image in video:
-                    yield Frame(image, item, number, video.total, video.rate, video.capture)
-            else:
-                yield Frame(imread_bgr(file.path), item)
-        except (ValueError, OSError, MemoryError, cv2.error) as error:
-            yield Unreadable(item, _reason(error, file.path))
+def read_frames(files: Sequence[MediaFile], vid_stride: int = 1, *, decoders: int = 0) -> Iterator[Frame | Unreadable]:
+    """Yield the frames of all files in order; a file that cannot be read gives one ``Unreadable`` instead.
+
+    With ``decoders`` that many threads decode pictures ahead.
+    """
+    for is_video, numbered in groupby(enumerate(files), key=lambda pair: pair[1].is_video):
+        if is_video:
+            for item, file in numbered:
+                yield from _read_video(item, file, vid_stride)
+        elif decoders:
+            with ThreadPoolExecutor(decoders, thread_name_prefix="decode") as pool:
+                yield from ordered_map(pool, _read_picture, numbered, 2 * decoders)
+        else:
+            yield from map(_read_picture, numbered)
+
+
+def _read_picture(numbered: tuple[int, MediaFile]) -> Frame | Unreadable:
+    item, file = numbered
+    try:
+        return Frame(imread_bgr(file.path), item)
+    except (ValueError, OSError, MemoryError, cv2.error) as error:
+        return Unreadable(item, _reason(error, file.path))
+
+
+def _read_video(item: int, file: MediaFile, vid_stride: int) -> Iterator[Frame | Unreadable]:
+    try:
+        video = VideoFile(file.path, vid_stride)
+        for number, image in video:
+            yield Frame(image, item, number, video.total, video.rate, video.capture)
+    except (ValueError, OSError, MemoryError, cv2.error) as error:
+        yield Unreadable(item, _reason(error, file.path))
 
 
 def _reason(error: Exception, path: Path) -> str:
     """Return what went wrong without the path, which the reader of the line knows already."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return (text or type(error).__name__).removeprefix(f"{path}: ")
-
-
-class _End:
-    """Marks the end of a queue."""
-
-
-@dataclass(frozen=True)
-class _Failure:
-    error: BaseException
-
-
-def prefetched(items: Iterable[Item], depth: int) -> Iterator[Item]:
-    """Yield ``items`` in their order while a thread reads up to ``depth`` of them ahead; errors arrive here.
-
-    The thread is told to stop when the consumer does.
-    """
-    waiting: queue.Queue[Item | _Failure | _End] = queue.Queue(depth)
-    stop = threading.Event()
-
-    def put(item: Item | _Failure | _End) -> None:
-        while not stop.is_set():
-            try:
-                return waiting.put(item, timeout=0.1)
-            except queue.Full:
-                continue
-
-    def read() -> None:
-        try:
-            for item in items:
-                put(item)
-                if stop.is_set():
-                    return
-            put(_End())
-        except BaseException as error:  # handed to the consumer, who raises it
-            put(_Failure(error))
-
-    thread = threading.Thread(target=read, daemon=True)
-    thread.start()
-    try:
-        while not isinstance(item := waiting.get(), _End):
-            if isinstance(item, _Failure):
-                raise item.error
-            yield item
-    finally:
-        stop.set()
-        thread.join()
 
 
 class LoadImages:

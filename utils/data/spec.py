@@ -15,6 +15,7 @@ from utils.files import REPO_ROOT, find_file
 from utils.log import LOGGER
 
 SPLITS = ("train", "val", "test")
+NULL_WORDS = ("~", "null", "Null", "NULL")  # YAML's ways to write nothing
 
 
 @dataclass(kw_only=True)
@@ -42,7 +43,8 @@ class DataSpec:
         paths = getattr(self, name)
         if not paths:
             detail = _tried_text(self.tried[name]) if self.tried.get(name) else f"there is no entry '{name}:'"
-            raise FileNotFoundError(f"{self.yaml_file}: no '{name}' pictures: {detail}")
+            hint = _pattern_hint(self.tried.get(name, []))
+            raise FileNotFoundError(f"{self.yaml_file}: no '{name}' pictures: {detail}{hint}")
         return paths
 
 
@@ -55,7 +57,8 @@ def load_data_spec(path: str | Path) -> DataSpec:
     content = _read_plain(yaml_file)
     for key in ("train", "val", "names"):
         if not content.get(key):
-            raise ValueError(f"{yaml_file}: entry '{key}:' is missing; needed are train, val and names")
+            state = "is empty" if key in content else "is missing"
+            raise ValueError(f"{yaml_file}: entry '{key}:' {state}; needed are train, val and names")
     names = parse_names(content["names"], yaml_file)
     _check_nc(content.get("nc"), names, yaml_file)
     root_text = content.get("path") or ""
@@ -69,7 +72,9 @@ def load_data_spec(path: str | Path) -> DataSpec:
         if tried[split] and split != "test":
             hint = " (download entries are not carried out)" if content.get("download") else ""
             places = _tried_text(tried[split])
-            raise FileNotFoundError(f"{yaml_file}: '{split}: {content[split]}' was not found{hint}; {places}")
+            raise FileNotFoundError(
+                f"{yaml_file}: '{split}: {content[split]}' was not found{hint}; {places}{_pattern_hint(tried[split])}"
+            )
     root = next((base for base in bases if base.exists()), bases[0])
     return DataSpec(path=root, **found, nc=len(names), names=names, yaml_file=yaml_file, tried=tried)
 
@@ -96,7 +101,7 @@ def _read_plain(yaml_file: Path) -> dict[str, object]:
         raise ValueError(
             f"{yaml_file}: expected 'key: value' entries (train, val, names), found {type(content).__name__}"
         )
-    return dict(content)
+    return {key: "" if value in NULL_WORDS else value for key, value in content.items()}
 
 
 def parse_names(value: object, origin: object = "data") -> dict[int, str]:
@@ -154,6 +159,8 @@ def _resolve_split(value: object, bases: list[Path], yaml_file: Path, split: str
     for entry in entries:
         if not isinstance(entry, str):
             raise ValueError(f"{yaml_file}: {split}: must be a path or a list of paths, got {entry!r}")
+        if not entry.strip():
+            raise ValueError(f"{yaml_file}: {split}: an entry of the list is empty; delete it or name a folder")
         candidates = list(dict.fromkeys(place for base in bases for place in _places(base, entry)))
         existing = next((place for place in candidates if place.exists()), None)
         if existing is None:
@@ -174,6 +181,16 @@ def _places(base: Path, entry: str) -> list[Path]:
 def _normal(path: Path) -> str:
     """Absolute text of a path without '..', links left as they are unless '..' needs them resolved."""
     return str(path.resolve() if ".." in path.parts else path.absolute())
+
+
+def _pattern_hint(places: list[Path]) -> str:
+    """What to write instead of a pattern; nothing for plain paths."""
+    if not any(set("*?[") & set(place.name) or "*" in str(place) for place in places):
+        return ""
+    return (
+        ". Patterns with *, ? or [] are not expanded: name the folder (its sub-folders are searched as well), a text "
+        "file that lists the pictures, or a list of these"
+    )
 
 
 def _tried_text(places: list[Path]) -> str:

@@ -11,10 +11,13 @@ import cv2
 import numpy as np
 
 from utils.data.frames import Frame, open_capture, to_network, usable_rate
+from utils.data.screen import ScreenCapture, is_screen
 from utils.log import LOGGER
 
-RECONNECT_PAUSE_S = 2.0
-RECONNECT_TRIES = 30  # in a row without a frame: a camera that restarts is back within this minute
+FIRST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 30.0  # pauses double up to this: a camera that is off for an hour must not be asked every second
+RECONNECT_TRIES = 20  # in a row without a frame; with these pauses about eight minutes
+NETWORK_TIMEOUT_MS = 10_000  # OpenCV's own are 30 s, in which nobody learns that a camera is gone
 
 
 class Capture(Protocol):
@@ -31,14 +34,25 @@ class Capture(Protocol):
     def release(self) -> None: ...
 
 
+def pause_before(attempt: int, first_s: float = FIRST_PAUSE_S) -> float:
+    """Return the seconds to wait before the given attempt (from 1) to reconnect: doubled each time, up to 30."""
+    return min(first_s * 2.0 ** min(attempt - 1, 30), LONGEST_PAUSE_S)
+
+
 def without_password(address: str) -> str:
     """Return an address as it may be shown: user name and password replaced by ``***``."""
     return re.sub(r"(?<=://)[^/]*@", "***@", address)
 
 
 def open_stream(address: str) -> Capture:
-    """Open a camera number or an address."""
-    capture = open_capture(int(address) if address.isdecimal() else address)
+    """Open a camera number, an address or the screen."""
+    if is_screen(address):
+        return ScreenCapture(address)
+    if address.isdecimal():
+        capture = open_capture(int(address))
+    else:
+        limits = (cv2.CAP_PROP_OPEN_TIMEOUT_MSEC, cv2.CAP_PROP_READ_TIMEOUT_MSEC)
+        capture = open_capture(address, [value for limit in limits for value in (limit, NETWORK_TIMEOUT_MS)])
     capture.set(cv2.CAP_PROP_BUFFERSIZE, 1)  # old frames waiting in a driver are delay
     return capture
 
@@ -70,8 +84,9 @@ class _Stream:
 class LoadStreams:
     """Read several streams at once.
 
-    A stream that is lost is opened again after a pause while the others go on; the run of frames ends when all streams
-    have ended for good. A recording behind an address (it has a length) is read in full and not started again.
+    A stream that is lost is opened again after a pause, which grows with each attempt, while the others go on; the run
+    of frames ends when all streams have ended for good. A recording behind an address (it has a length) is read in full
+    and not started again.
 
     Iterating gives upstream's tuples ``(addresses, images (n, 3, H, W) RGB uint8, originals, None, "")`` of the streams
     with a new frame; :meth:`rounds` gives the same frames as :class:`Frame` lists.
@@ -82,7 +97,7 @@ class LoadStreams:
         transforms: accepted for compatibility, has to be None.
         vid_stride: hand on every n-th frame.
         open_source: opens an address; another one is used by tests.
-        pause_s, tries: wait before an attempt to reconnect; how many attempts in a row may fail.
+        pause_s, tries: wait before the first attempt to reconnect; how many attempts in a row may fail.
 
     Raises:
         ConnectionError: no stream could be opened.
@@ -98,7 +113,7 @@ class LoadStreams:
         vid_stride: int = 1,
         *,
         open_source: Callable[[str], Capture] = open_stream,
-        pause_s: float = RECONNECT_PAUSE_S,
+        pause_s: float = FIRST_PAUSE_S,
         tries: int = RECONNECT_TRIES,
     ) -> None:
         if transforms is not None:
@@ -135,7 +150,7 @@ class LoadStreams:
                 with self._news:
                     self._news.wait_for(self._has_news, timeout=1.0)  # a timeout lets Ctrl+C through on every system
                     frames = [frame for stream in self._streams if (frame := stream.take()) is not None]
-                    is_over = not frames and all(stream.has_ended for stream in self._streams)
+                    is_over = self._stop.is_set() or not frames and all(stream.has_ended for stream in self._streams)
                 if is_over:
                     return
                 if frames:
@@ -153,7 +168,8 @@ class LoadStreams:
 
     def _has_news(self) -> bool:
         streams = self._streams
-        return any(stream.newest is not None for stream in streams) or all(stream.has_ended for stream in streams)
+        is_over = self._stop.is_set() or all(stream.has_ended for stream in streams)
+        return is_over or any(stream.newest is not None for stream in streams)
 
     def _watch(self, stream: _Stream) -> None:
         """Thread of one stream: open, read until it is lost, wait, open again."""
@@ -163,8 +179,9 @@ class LoadStreams:
             failed = 0 if frames else failed + 1
             if is_finished or failed > self._tries:
                 break
-            LOGGER.warning(f"stream {stream.shown}: no frames, trying again in {self._pause_s:g} s")
-            if self._stop.wait(self._pause_s):
+            pause_s = pause_before(max(failed, 1), self._pause_s)
+            LOGGER.warning(f"stream {stream.shown}: no frames, trying again in {pause_s:g} s")
+            if self._stop.wait(pause_s):
                 break
         with self._news:
             stream.has_ended = stream.is_tried = True

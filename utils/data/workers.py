@@ -15,6 +15,7 @@ from types import FrameType
 from utils.data.batching import Failure
 from utils.data.memory import keep_freed_memory
 from utils.data.shared_memory import memory_figures
+from utils.data.stall import StallWatch
 from utils.runtime import worker_limit_threads
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -66,8 +67,9 @@ class WorkerWatch:
     writing a checkpoint. Here it comes out of the loader only.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stall: StallWatch | None = None) -> None:
         self.processes: Sequence[BaseProcess] = ()
+        self.stall = stall
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
@@ -88,7 +90,8 @@ class WorkerWatch:
         if self.processes and handler is not None:
             _set_child_handler(self._on_child_signal)
         try:
-            yield
+            with self.stall.waiting() if self.stall is not None else contextlib.nullcontext():
+                yield
         except LoaderError:
             raise
         except (RuntimeError, OSError, EOFError) as error:  # the last two: a batch whose maker is gone already
@@ -98,6 +101,12 @@ class WorkerWatch:
             raise LoaderError(f"the loader stopped: {reason} ({memory_figures(self._living())})") from error
         finally:
             _set_child_handler(handler)
+
+    def close(self) -> None:
+        """Watch over nothing any more."""
+        self.processes = ()
+        if self.stall is not None:
+            self.stall.close()
 
     def _on_child_signal(self, number: int, frame: FrameType | None) -> None:
         while frame is not None:

@@ -26,6 +26,18 @@ class ExportDescription:
     dynamic: bool = False
     dynamic_hw: bool = False
 
+    def plain(self) -> dict[str, object]:
+        """Content of the description beside an OpenVINO network and in front of an engine."""
+        return {
+            "stride": self.stride,
+            "names": dict(self.names),
+            "task": "detect",
+            "imgsz": list(self.shape[2:]),
+            "batch": self.shape[0],
+            "half": self.half,
+            "dynamic": {"batch": self.dynamic or self.dynamic_hw, "size": self.dynamic_hw},
+        }
+
     def script_config(self) -> dict[str, object]:
         """Content of ``config.txt`` in a TorchScript file."""
         return {

@@ -1,42 +1,36 @@
-"""From a weights file to TorchScript and ONNX files beside it, each checked against PyTorch before it gets its name."""
+"""From a weights file to other formats beside it, each checked against PyTorch before it gets its name."""
 
 from __future__ import annotations
 
-import copy
+import os
+import shutil
+import statistics
+import tempfile
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from models.backend import OnnxRuntimeRunner, Runner, ScriptRunner, lead_output
 from models.checkpoint import build_model, load_checkpoint
+from models.describe import describe_network
 from models.graph import DetectionModel
 from models.heads import lead_prediction
+from models.published import find_weights
 from models.reparam import inference_form
+from models.runners import Runner, lead_output
 from utils.deploy.description import ExportDescription
-from utils.deploy.onnx import write_onnx
-from utils.deploy.torchscript import write_torchscript
+from utils.deploy.formats import FORMATS, ExportJob, InferenceNetwork, check_formats
+from utils.deploy.tensorrt_engine import trtexec_line
 from utils.files import atomic_write
 from utils.log import LOGGER
+from utils.nms import non_max_suppression
 from utils.options import ExportOptions
 from utils.runtime import check_img_size, select_device
-
-UNAVAILABLE = {
-    "engine": "write ONNX and build the engine with the trtexec line that is shown then",
-    "onnx_end2end": "write ONNX and run NMS behind it",
-    "openvino": "write ONNX, which OpenVINO reads as it is",
-    "coreml": "write TorchScript and convert it with coremltools",
-    "saved_model": "write ONNX and convert it with onnx2tf",
-    "pb": "write ONNX and convert it with onnx2tf",
-    "tflite": "write ONNX and convert it with onnx2tf",
-    "edgetpu": "write ONNX and convert it with onnx2tf",
-    "tfjs": "write ONNX, which runs in a browser with ONNX Runtime Web",
-    "paddle": "write ONNX and convert it with x2paddle",
-}
-"""Formats of upstream that are not written here, and the way to them."""
 
 EXPORT_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, ImportError, OSError)
 """What reading weights and the exporters of torch raise; the other formats are still written after one of these."""
@@ -44,19 +38,9 @@ EXPORT_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, ImportError, 
 BOX_LIMIT_PX = 1.0
 SCORE_LIMIT = 0.01
 """Largest differences that rounding explains; a file beyond them is faulty and is not kept."""
-
-
-class InferenceNetwork(nn.Module):
-    """A model reduced to images (B, 3, H, W) -> lead prediction (B, 4 + nc, A)."""
-
-    def __init__(self, model: DetectionModel, dynamic_hw: bool = False) -> None:
-        super().__init__()
-        self.model = model
-        model.head.export = True
-        model.head.dynamic = dynamic_hw
-
-    def forward(self, images: Tensor) -> Tensor:
-        return lead_prediction(self.model(images))
+EDGE_SHARE = 0.05
+"""Share of detections that rounding at a threshold may add or remove when NMS runs inside the file."""
+TIMED_RUNS, WARM_UP_RUNS = 10, 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,20 +54,20 @@ class Difference:
         return f"{self.box_px:.1e} px, {self.score:.1e} score"
 
 
-def check_formats(formats: list[str]) -> list[str]:
-    """Return the requested formats in the order in which they are written.
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """A file (or folder) that was exported; ``image_ms`` is 0 where no time was taken."""
 
-    Raises:
-        ValueError: a format that is unknown, or known upstream and not available here.
-    """
-    for name in formats:
-        if name in UNAVAILABLE:
-            raise ValueError(
-                f"--include {name} is not available here: {UNAVAILABLE[name]} (--include onnx torchscript)"
-            )
-        if name not in WRITERS:
-            raise ValueError(f"--include {name}: unknown format; expected {' or '.join(WRITERS)}")
-    return [name for name in WRITERS if name in formats]
+    format: str
+    path: Path
+    difference: Difference | None
+    image_ms: float = 0.0
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the file, or of all files in the folder."""
+        files = self.path.rglob("*") if self.path.is_dir() else [self.path]
+        return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def export(options: ExportOptions) -> tuple[list[Path], list[str]]:
@@ -91,102 +75,106 @@ def export(options: ExportOptions) -> tuple[list[Path], list[str]]:
 
     A failing format does not keep the others from being written.
     """
-    formats = check_formats(options.include)
+    formats = check_formats(
+        ["onnx_end2end" if options.end2end and name == "onnx" else name for name in options.include]
+    )
     device = select_device(options.device)
-    files: list[Path] = []
+    written: list[Written] = []
     failures: list[str] = []
     for weights in map(Path, options.weights):
-        prepared = None
+        job, done = None, []
         for name in formats:
             try:
-                prepared = prepared or prepare(weights, options, device)
-                files.append(_write_checked(name, weights.with_suffix(f".{name}"), *prepared, options, device))
+                job = job or prepare(weights, options, device)
+                done.append(_write_checked(name, weights.with_name(weights.stem + FORMATS[name].suffix), job))
+                _report(done[-1], job)
             except EXPORT_ERRORS as error:
                 failures.append(f"{name} of {weights}: {error}")
                 LOGGER.error(f"export failed: {failures[-1]}")
-    return files, failures
+        if done and job and (options.benchmark or len(done) > 1):
+            _log_table(done, job)
+        written += done
+    return [entry.path for entry in written], failures
 
 
-def prepare(weights: Path, options: ExportOptions, device: torch.device) -> tuple[InferenceNetwork, ExportDescription]:
-    """Load weights in their inference form (lead branch only, norms folded, float32) and describe the export."""
+def prepare(weights: Path, options: ExportOptions, device: torch.device) -> ExportJob:
+    """Load weights, make their inference form and describe the export; log the sizes of both forms."""
     if weights.suffix.lower() != ".pt":
         raise ValueError(f"--weights {weights}: export starts from a .pt file")
-    model = build_model(load_checkpoint(weights))
-    names = model.names
-    model = inference_form(model).requires_grad_(False).to(device)
+    checkpoint = load_checkpoint(find_weights(weights, offline=options.offline))
+    model = build_model(checkpoint).eval().requires_grad_(False)
+    lean = inference_form(model).requires_grad_(False).to(device)
     stride = int(model.stride.max())
     height, width = check_img_size(list(options.imgsz), stride)
+    _check_conversion(model, lean, (height, width), device)
+    for title, text in describe_network(model).items():
+        LOGGER.info(f"{title:<14} {text}")
     description = ExportDescription(
-        names=names,
+        names=model.names,
         stride=stride,
         shape=(options.batch_size, 3, height, width),
         half=options.half,
         dynamic=options.dynamic,
         dynamic_hw=options.dynamic_hw,
     )
-    return InferenceNetwork(model, options.dynamic_hw).eval(), description
-
-
-def _write_checked(
-    name: str,
-    target: Path,
-    network: InferenceNetwork,
-    description: ExportDescription,
-    options: ExportOptions,
-    device: torch.device,
-) -> Path:
-    """Write one format under a temporary name, compare it with PyTorch, rename it and report."""
-    writer, runner = WRITERS[name]
-    # A fresh copy, because exporters may leave traces in the module they work on.
-    copied = copy.deepcopy(network)
-    images = torch.zeros(description.shape, device=device)
-    if options.half:
-        copied, images = copied.half(), images.half()
-    with atomic_write(target) as temporary:
-        with warnings.catch_warnings():
-            if not options.verbose:
-                warnings.simplefilter("ignore")
-            writer(copied, images, temporary, description, options)
-        try:
-            difference = compare(network, runner(temporary, device), description)
-        except ImportError as error:
-            LOGGER.warning(f"{target.name} was NOT compared with PyTorch: {error}")
-            difference = None
-        if difference is not None:
-            _check_difference(difference, options.half)
-    _report(name, target, description, options, difference)
-    return target
-
-
-def _report(
-    name: str, file: Path, description: ExportDescription, options: ExportOptions, difference: Difference | None
-) -> None:
-    """Say what was written and how to use it."""
-    batch, _, height, width = description.shape
-    result = f"largest difference from PyTorch {difference}" if difference else "not compared with PyTorch"
-    LOGGER.info(f"{name}: {file}, {file.stat().st_size / 1e6:.1f} MB, batch {batch}, {height}x{width}, {result}")
-    LOGGER.info(f"  python detect_dual.py --weights {file} --imgsz {height} {width} --source PICTURES")
-    if height == width:
-        LOGGER.info(f"  python val_dual.py --weights {file} --imgsz {height} --data DATA.yaml")
-    if name == "onnx":
-        LOGGER.info(f"  {trtexec_line(file, description, options.input_name)}")
+    network = InferenceNetwork(lean, options.dynamic_hw).eval()
+    return ExportJob(
+        checkpoint=checkpoint, model=model, network=network, description=description, options=options, device=device
+    )
 
 
 @torch.no_grad()
-def compare(network: nn.Module, runner: Runner, description: ExportDescription) -> Difference:
+def _check_conversion(model: DetectionModel, lean: DetectionModel, size: tuple[int, int], device: torch.device) -> None:
+    """Compare the inference form with the model it was made from, on noise."""
+    images = torch.rand(1, 3, *size, generator=torch.Generator().manual_seed(0))
+    deviation = (lead_prediction(lean(images.to(device))).cpu() - lead_prediction(model(images))).abs()
+    found = Difference(box_px=deviation[:, :4].max().item(), score=deviation[:, 4:].max().item())
+    _check_difference(found, is_half=False, what="the inference form")
+
+
+def _write_checked(name: str, target: Path, job: ExportJob) -> Written:
+    """Write one format under a temporary name, compare it with PyTorch, then give it its name."""
+    form, difference, image_ms = FORMATS[name], None, 0.0
+    with atomic_folder(target) if form.is_folder else atomic_write(target) as temporary:
+        with warnings.catch_warnings():
+            if not job.options.verbose:
+                warnings.simplefilter("ignore")
+            form.write(job, temporary)
+        try:
+            runner = form.open(temporary, job.device)
+            difference = _compare_detections(job, runner) if form.has_nms else compare(job, runner)
+            if job.options.benchmark:
+                image_ms = time_per_image_ms(runner, job)
+        except ImportError as error:
+            LOGGER.warning(f"{target.name} was NOT compared with PyTorch: {error}")
+        if difference is not None:
+            _check_difference(difference, is_half=job.options.half or form.is_half)
+    return Written(format=name, path=target, difference=difference, image_ms=image_ms)
+
+
+@contextmanager
+def atomic_folder(target: Path) -> Iterator[Path]:
+    """Give an empty folder beside ``target``; it takes the place of ``target`` when the block ends well."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=".export", suffix=target.name, dir=target.parent))
+    old = temporary.with_name(temporary.name + ".old")
+    try:
+        yield temporary
+        temporary.chmod(0o755)  # the temporary folder is for its maker only
+        if target.exists():
+            os.replace(target, old)
+        os.replace(temporary, target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+@torch.no_grad()
+def compare(job: ExportJob, runner: Runner) -> Difference:
     """Run an exported file and the float32 network on the same noise, for every kind of shape the file accepts."""
-    batch, channels, height, width = description.shape
-    shapes = [(batch, height, width)]
-    if description.dynamic or description.dynamic_hw:
-        shapes.append((batch + 1, height, width))
-    if description.dynamic_hw:
-        shapes.append((batch, height + description.stride, width))
-    device = next(network.parameters()).device
-    generator = torch.Generator().manual_seed(0)
     worst_box, worst_score = 0.0, 0.0
-    for count, rows, columns in shapes:
-        images = torch.rand(count, channels, rows, columns, generator=generator).to(device)
-        deviation = (lead_output(runner(images.half() if runner.fp16 else images)).float() - network(images)).abs()
+    for images in _noise(job.description, job.device):
+        deviation = (lead_output(runner(_typed(images, runner))).float() - job.network(images)).abs()
         if not torch.isfinite(deviation).all():
             raise ValueError("the exported file gives values that are not finite")
         worst_box = max(worst_box, deviation[:, :4].max().item())
@@ -194,40 +182,111 @@ def compare(network: nn.Module, runner: Runner, description: ExportDescription) 
     return Difference(box_px=worst_box, score=worst_score)
 
 
-def _check_difference(difference: Difference, half: bool) -> None:
+@torch.no_grad()
+def _compare_detections(job: ExportJob, runner: Runner) -> Difference:
+    """Compare a file with NMS inside with our NMS behind PyTorch: number of detections, boxes and scores in order."""
+    worst_box, worst_score, missing, total = 0.0, 0.0, 0, 0
+    settings = job.nms
+    for images in _noise(job.description, job.device):
+        arguments = {"conf_thres": settings.conf_thres, "iou_thres": settings.iou_thres, "max_det": settings.max_det}
+        expected = non_max_suppression(job.network(images), **arguments)
+        found = non_max_suppression(lead_output(runner(_typed(images, runner))).float(), **arguments)
+        for wanted, given in zip(expected, found, strict=True):
+            total += len(wanted)
+            missing += abs(len(wanted) - len(given))
+            if len(wanted) and len(given):
+                nearest = (wanted[:, None] - given[None]).abs().amax(2).min(1)
+                pair = (wanted - given[nearest.indices])[nearest.values < 2 * BOX_LIMIT_PX].abs()
+                missing += len(wanted) - len(pair)
+                worst_box = max(worst_box, pair[:, :4].max().item() if len(pair) else 0.0)
+                worst_score = max(worst_score, pair[:, 4].max().item() if len(pair) else 0.0)
+    if missing > max(1, EDGE_SHARE * total):
+        raise ValueError(f"{missing} of {total} detections differ from those of PyTorch with NMS behind it")
+    if not total:
+        LOGGER.info("no detections in noise: NMS in the file was run, but its boxes were not compared")
+    return Difference(box_px=worst_box, score=worst_score)
+
+
+def _noise(description: ExportDescription, device: torch.device) -> Iterator[Tensor]:
+    """Yield the same noise always, in every kind of shape that the file accepts."""
+    batch, channels, height, width = description.shape
+    shapes = [(batch, height, width)]
+    if description.dynamic or description.dynamic_hw:
+        shapes.append((batch + 1, height, width))
+    if description.dynamic_hw:
+        shapes.append((batch, height + description.stride, width))
+    generator = torch.Generator().manual_seed(0)
+    for count, rows, columns in shapes:
+        yield torch.rand(count, channels, rows, columns, generator=generator).to(device)
+
+
+def _typed(images: Tensor, runner: Runner) -> Tensor:
+    return images.half() if runner.fp16 else images
+
+
+def _check_difference(difference: Difference, *, is_half: bool, what: str = "the file") -> None:
     """Refuse a deviation that float32 rounding cannot explain; half precision is only reported."""
-    if not half and (difference.box_px > BOX_LIMIT_PX or difference.score > SCORE_LIMIT):
+    if not is_half and (difference.box_px > BOX_LIMIT_PX or difference.score > SCORE_LIMIT):
         raise ValueError(
-            f"the file deviates from PyTorch by {difference} (allowed: {BOX_LIMIT_PX} px, {SCORE_LIMIT} score) "
+            f"{what} deviates from PyTorch by {difference} (allowed: {BOX_LIMIT_PX} px, {SCORE_LIMIT} score) "
             "and was not kept"
         )
 
 
-def trtexec_line(onnx_file: Path, description: ExportDescription, input_name: str) -> str:
-    """Compose the command that builds a TensorRT engine (version 10 or later) from an ONNX file."""
-    batch, _, height, width = description.shape
-    line = f"trtexec --onnx={onnx_file} --saveEngine={onnx_file.with_suffix('.engine')} --fp16"
-    if description.dynamic or description.dynamic_hw:
-        sizes = (("min", 1), ("opt", max(1, batch // 2)), ("max", batch))
-        line += "".join(f" --{kind}Shapes={input_name}:{count}x3x{height}x{width}" for kind, count in sizes)
-    return line
+@torch.no_grad()
+def time_per_image_ms(runner: Runner, job: ExportJob) -> float:
+    """Return the median time per image of a batch of the exported size, NMS and preparation not counted."""
+    images = _typed(next(_noise(job.description, job.device)), runner)
+    durations = []
+    for run in range(WARM_UP_RUNS + TIMED_RUNS):
+        started = time.perf_counter()
+        runner(images)
+        if job.device.type == "cuda":
+            torch.cuda.synchronize(job.device)
+        if run >= WARM_UP_RUNS:
+            durations.append(time.perf_counter() - started)
+    return 1000 * statistics.median(durations) / len(images)
 
 
-def _torchscript(
-    network: nn.Module, images: Tensor, path: Path, description: ExportDescription, _: ExportOptions
-) -> None:
-    write_torchscript(network, images, path, description)
+def _report(written: Written, job: ExportJob) -> None:
+    """Say what was written and how to use it."""
+    batch, _, height, width = job.description.shape
+    file, difference = written.path, written.difference
+    result = f"largest difference from PyTorch {difference}" if difference else "not compared with PyTorch"
+    LOGGER.info(
+        f"{written.format}: {file}, {written.size_bytes / 1e6:.1f} MB, batch {batch}, {height}x{width}, {result}"
+    )
+    if written.format == "upstream":
+        return
+    LOGGER.info(f"  python detect_dual.py --weights {file} --imgsz {height} {width} --source PICTURES")
+    if height == width:
+        LOGGER.info(f"  python val_dual.py --weights {file} --imgsz {height} --data DATA.yaml")
+    if written.format == "onnx":
+        LOGGER.info(f"  {trtexec_line(file, job.description, job.options.input_name, job.options.workspace)}")
 
 
-def _onnx(
-    network: nn.Module, images: Tensor, path: Path, description: ExportDescription, options: ExportOptions
-) -> None:
-    settings = {name: getattr(options, name) for name in ("opset", "input_name", "simplify", "verbose")}
-    write_onnx(network, images, path, description, **settings)
+def _log_table(done: list[Written], job: ExportJob) -> None:
+    """Log one row per file: size, worst differences from PyTorch, and times where they were taken."""
+    LOGGER.info(f"{'format':<14}{'MB':>9}{'box px':>12}{'score':>12}{'ms/image':>12}  file")
+    if job.options.benchmark:
+        reference = time_per_image_ms(_Eager(job), job)
+        LOGGER.info(f"{'PyTorch':<14}{'':>9}{'':>12}{'':>12}{reference:>12.2f}  {job.options.weights[0]}")
+    for entry in done:
+        box, score = ("-", "-")
+        if entry.difference:
+            box, score = f"{entry.difference.box_px:.1e}", f"{entry.difference.score:.1e}"
+        spent = f"{entry.image_ms:.2f}" if entry.image_ms else "-"
+        megabytes = f"{entry.size_bytes / 1e6:.1f}"
+        LOGGER.info(f"{entry.format:<14}{megabytes:>9}{box:>12}{score:>12}{spent:>12}  {entry.path}")
 
 
-Writer = Callable[[nn.Module, Tensor, Path, ExportDescription, ExportOptions], None]
-WRITERS: dict[str, tuple[Writer, Callable[[Path, torch.device], Runner]]] = {
-    "torchscript": (_torchscript, ScriptRunner),
-    "onnx": (_onnx, OnnxRuntimeRunner),
-}
+class _Eager:
+    """The inference form in PyTorch as a runner."""
+
+    fp16 = False
+
+    def __init__(self, job: ExportJob) -> None:
+        self.network = job.network
+
+    def __call__(self, images: Tensor) -> list[Tensor]:
+        return [self.network(images)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from utils.deploy.description import ExportDescription
+from utils.deploy.end2end import SMALLEST_OPSET, NmsSettings, add_nms
 from utils.log import LOGGER
 
 OUTPUT_NAME = "output0"
@@ -26,10 +29,12 @@ def write_onnx(
     input_name: str = "images",
     simplify: bool = False,
     verbose: bool = False,
+    nms: NmsSettings | None = None,
 ) -> None:
     """Write ``network`` as seen with ``images`` (B, 3, H, W) to ``path``.
 
-    Only the axes that ``description`` calls dynamic are symbolic; all others are plain numbers in the file.
+    Only the axes that ``description`` calls dynamic are symbolic; all others are plain numbers in the file. With
+    ``nms`` the file gives detections instead of the prediction, see :mod:`utils.deploy.end2end`.
 
     Raises:
         ImportError: the onnx package is missing.
@@ -38,6 +43,8 @@ def write_onnx(
     onnx = _import_onnx()
     if opset not in OPSETS:
         raise ValueError(f"--opset {opset}: expected {OPSETS[0]} to {OPSETS[-1]} (17 is a good choice)")
+    if nms and opset < SMALLEST_OPSET:
+        raise ValueError(f"--opset {opset}: NMS in the file needs {SMALLEST_OPSET} or more (17 is a good choice)")
     with torch.no_grad():
         shape = tuple(network(images).shape)
         # The exporter that traces: it keeps the operator set asked for and writes one self-contained file.
@@ -57,8 +64,12 @@ def write_onnx(
     if simplify:
         model = _simplified(model)
     _name_output_axes(model, description, shape)
+    metadata = description.onnx_metadata()
+    if nms:
+        add_nms(model, nms, shape[1] - 4, None if description.dynamic_hw else shape[2])
+        metadata["nms"] = json.dumps(asdict(nms))
     del model.metadata_props[:]
-    onnx.helper.set_model_props(model, description.onnx_metadata())
+    onnx.helper.set_model_props(model, metadata)
     del model.graph.value_info[:]  # exporter and simplifier leave shapes twice; inferred anew they are complete
     try:
         model = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)

@@ -1,7 +1,8 @@
-"""Everything detection writes: annotated pictures and videos, label files, crops and the table ``results.txt``."""
+"""Everything detection writes: annotated pictures and videos, label files, crops and tables, and how they are named."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import os
@@ -9,18 +10,15 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 
 import cv2
 import numpy as np
 
 from utils.boxes import clip_boxes, xywh2xyxy, xyxy2xywh
-from utils.deploy.mp4_size import set_frame_size
+from utils.deploy.tables import RESULTS_NAME, Row, Tables, read_results, shown_file
+from utils.deploy.video import VIDEO_SUFFIX, Codec, VideoWriter, choose_codec
 from utils.log import LOGGER
 
-RESULTS_NAME = "results.txt"
-RESULTS_HEADER = "# file\tframe\tclass\tname\tconfidence\tx1\ty1\tx2\ty2"
-VIDEO_SUFFIX, VIDEO_CODEC = ".mp4", "mp4v"
 WRITABLE_SUFFIXES = frozenset((".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"))
 MAX_NAME_BYTES = 255  # of one name in a path, on all common file systems
 NAME_RESERVE = 24  # bytes kept free behind a stem for the frame number, a running number and the suffix
@@ -133,11 +131,32 @@ def folder_name(class_name: str, number: int) -> str:
     return shorten(cleaned, MAX_NAME_BYTES) if cleaned else str(number)
 
 
+@dataclass(frozen=True)
+class SaveOptions:
+    """What is written of each frame besides ``results.txt``; named as on the command line."""
+
+    save_txt: bool = False
+    save_conf: bool = False
+    save_empty: bool = False
+    save_crop: bool = False
+    save_csv: bool = False
+    save_json: bool = False
+    save_media: bool = True
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An annotated picture, encoded, and its place below the run's folder."""
+
+    place: Path
+    data: bytes
+
+
 class RunWriter:
     """Write the results of a run into ``folder``; a context manager that closes all files however the block ends.
 
     A repeated run over the same inputs replaces its files. Detections are (N, 6) arrays x1 y1 x2 y2 confidence class in
-    pixels of the original, most confident first.
+    whole pixels of the original, most confident first.
     """
 
     def __init__(
@@ -146,29 +165,25 @@ class RunWriter:
         outputs: Sequence[OutputNames],
         titles: Sequence[str],
         names: Mapping[int, str],
+        options: SaveOptions = SaveOptions(),  # noqa: B008 - it cannot change
         *,
-        save_txt: bool = False,
-        save_conf: bool = False,
-        save_crop: bool = False,
-        save_media: bool = True,
         keep_open: bool = False,
+        codec: Codec | None = None,
     ) -> None:
-        """Open ``results.txt``; ``titles`` are the inputs as it names them.
+        """Open the tables; ``titles`` are the inputs as they name them.
 
         With ``keep_open`` frames of several videos may come in turn (streams); otherwise a video is finished when
-        frames of another input arrive.
+        frames of another input arrive. Without ``codec`` the best one is looked for when the first video comes.
         """
         self.folder, self.outputs, self.titles, self.names = folder, outputs, titles, names
-        self.save_txt, self.save_conf, self.save_crop, self.save_media = save_txt, save_conf, save_crop, save_media
-        self.keep_open = keep_open
+        self.options, self.keep_open, self.codec = options, keep_open, codec
         self.label_files = 0
         self._videos: dict[int, VideoWriter] = {}
-        self._crops: set[str] = set()
-        self._crop_counts: dict[str, int] = {}
-        if save_txt:
+        self._crop_counts: dict[str, int] = {}  # by folder and stem, so it does not grow with the frames of a video
+        self._forget_earlier_run()
+        if options.save_txt:
             (folder / "labels").mkdir(parents=True, exist_ok=True)
-        self._table: TextIO = open(folder / RESULTS_NAME, "w", encoding="utf-8", errors="surrogateescape")  # noqa: SIM115
-        self._table.write(RESULTS_HEADER + "\n")
+        self._tables = Tables(folder, save_csv=options.save_csv, save_json=options.save_json)
 
     def __enter__(self) -> RunWriter:
         return self
@@ -177,19 +192,29 @@ class RunWriter:
         self.close()
 
     def close(self) -> None:
-        """Finish videos and the table."""
+        """Finish videos and tables, all of them even where one fails."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._tables.close)
+            for video in self._videos.values():
+                stack.callback(video.release)
+            self._videos = {}
+
+    def encode(self, item: int, annotated: np.ndarray) -> Picture:
+        """Encode an annotated picture, which may be done in another thread than the writing."""
+        place = self.outputs[item].media
         try:
-            for item in list(self._videos):
-                self._videos.pop(item).release()
-        finally:
-            self._table.close()
+            return Picture(place, _encode(annotated, place.suffix.lower()))
+        except ValueError as error:  # sides beyond what the format can hold
+            LOGGER.warning(f"{self.folder / place}: {error}; written as PNG")
+            name = f"{shorten(place.name, MAX_NAME_BYTES - 4)}.png"
+            return Picture(place.with_name(name), _encode(annotated, ".png"))
 
     def write(
         self,
         item: int,
         frame: int,
         original: np.ndarray,
-        annotated: np.ndarray | None,
+        annotated: np.ndarray | Picture | None,
         detections: np.ndarray,
         rate: float,
     ) -> None:
@@ -201,114 +226,105 @@ class RunWriter:
             for other in [other for other in self._videos if other != item]:
                 self._videos.pop(other).release()
         self._write_rows(item, frame, detections)
-        if self.save_txt:
+        if self.options.save_txt:
             self._write_labels(item, frame, original.shape[:2], detections)
-        if self.save_crop:
+        if self.options.save_crop:
             for row in detections:
                 self._write_crop(item, original, row)
-        if self.save_media and annotated is not None:
+        if self.options.save_media and annotated is not None:
             self._write_media(item, annotated, rate)
 
+    def _name_of(self, number: int) -> str:
+        return self.names.get(number, str(number))
+
     def _write_rows(self, item: int, frame: int, detections: np.ndarray) -> None:
-        title = _one_field(self.titles[item])
-        title = f"./{title}" if title.startswith("#") else title  # '#' marks the header
+        rows = []
         for *box, confidence, number in detections.tolist():
-            name = _one_field(self.names.get(int(number), str(int(number))))
-            corners = "\t".join(f"{value:.0f}" for value in box)
-            self._table.write(f"{title}\t{frame}\t{int(number)}\t{name}\t{confidence:.6g}\t{corners}\n")
-        if len(detections):
-            self._table.flush()
+            corners = tuple(round(value) for value in box)
+            rows.append(Row(self.titles[item], frame, int(number), self._name_of(int(number)), confidence, corners))
+        self._tables.add(rows)
+
+    def _label_path(self, item: int, frame: int) -> Path:
+        stem = self.outputs[item].label_stem(frame)
+        return self.folder / "labels" / stem.parent / f"{stem.name}.txt"
 
     def _write_labels(self, item: int, frame: int, shape: tuple[int, int], detections: np.ndarray) -> None:
-        """Write ``class x y w h [confidence]``, normalised, least confident first; no file without detections."""
-        stem = self.outputs[item].label_stem(frame)
-        path = self.folder / "labels" / stem.parent / f"{stem.name}.txt"
-        if not len(detections):
+        """Write ``class x y w h [confidence]``, normalised, least confident first."""
+        path = self._label_path(item, frame)
+        if not len(detections) and not self.options.save_empty:
             path.unlink(missing_ok=True)  # of an earlier run into the same folder
             return
         height, width = shape
         boxes = xyxy2xywh(detections[:, :4].astype(np.float64)) / (width, height, width, height)
         lines = []
         for box, (confidence, number) in zip(boxes[::-1].tolist(), detections[::-1, 4:].tolist(), strict=True):
-            values = (int(number), *box, confidence) if self.save_conf else (int(number), *box)
+            values = (int(number), *box, confidence) if self.options.save_conf else (int(number), *box)
             lines.append(" ".join(f"{value:g}" for value in values) + "\n")
         _replace_file(path, "".join(lines).encode())
         self.label_files += 1
 
     def _write_crop(self, item: int, original: np.ndarray, row: np.ndarray) -> None:
         crop = cut_out(original, row[:4])
-        if not crop.size:
-            return
-        number = int(row[5])
-        stem = self.outputs[item].stem
-        base = Path("crops") / folder_name(self.names.get(number, ""), number) / stem
+        if crop.size:
+            place = self._next_crop(item, int(row[5]))
+            _replace_file(self.folder / place, _encode(crop, ".jpg", CROP_OPTIONS))
+
+    def _next_crop(self, item: int, number: int) -> Path:
+        """Return the place of the next crop: stem.jpg, stem2.jpg, …, without those that another input has taken."""
+        base = _crop_base(self.outputs[item].stem, self.names.get(number, ""), number)
         key = _key(base)
         while True:
             self._crop_counts[key] = count = self._crop_counts.get(key, 0) + 1
-            place = base.with_name(f"{base.name}{count if count > 1 else ''}.jpg")
-            if _key(place) not in self._crops:
-                break
-        self._crops.add(_key(place))
-        _replace_file(self.folder / place, _encode(crop, ".jpg", CROP_OPTIONS))
+            if not self._is_crop_of_another(key, count):
+                return base.with_name(f"{base.name}{count if count > 1 else ''}.jpg")
 
-    def _write_media(self, item: int, annotated: np.ndarray, rate: float) -> None:
+    def _is_crop_of_another(self, key: str, count: int) -> bool:
+        """Return whether ``stem`` + ``count`` is also another stem, or another stem + its count, in use."""
+        name = f"{key}{count if count > 1 else ''}"
+        digits = len(name) - len(name.rstrip("0123456789"))
+        for length in range(digits + 1):
+            other, number = (name[:-length], name[-length:]) if length else (name, "1")
+            if other != key and number[0] != "0" and self._crop_counts.get(other, 0) >= int(number) > (length > 0):
+                return True
+        return False
+
+    def _write_media(self, item: int, annotated: np.ndarray | Picture, rate: float) -> None:
         output = self.outputs[item]
-        path = self.folder / output.media
-        if output.is_video:
-            if item not in self._videos:
-                self._videos[item] = VideoWriter(path, rate, annotated.shape[1], annotated.shape[0])
-            self._videos[item].write(annotated)
+        if not output.is_video:
+            picture = annotated if isinstance(annotated, Picture) else self.encode(item, annotated)
+            _replace_file(self.folder / picture.place, picture.data)
             return
-        try:
-            data = _encode(annotated, path.suffix.lower())
-        except ValueError as error:  # sides beyond what the format can hold
-            LOGGER.warning(f"{path}: {error}; written as PNG")
-            path, data = path.with_name(f"{shorten(path.name, MAX_NAME_BYTES - 4)}.png"), _encode(annotated, ".png")
-        _replace_file(path, data)
+        if item not in self._videos:
+            self.codec = self.codec or choose_codec()
+            height, width = annotated.shape[:2]
+            self._videos[item] = self.codec.open(self.folder / output.media, rate, width, height)
+        self._videos[item].write(annotated)
+
+    def _forget_earlier_run(self) -> None:
+        """Delete labels and crops that an earlier run made of the same inputs, where this run writes new ones.
+
+        The earlier ``results.txt`` tells which they are; files of other inputs stay.
+        """
+        path = self.folder / RESULTS_NAME
+        if not path.is_file() or not (self.options.save_txt or self.options.save_crop):
+            return
+        items = {shown_file(title): item for item, title in enumerate(self.titles)}
+        counts: dict[Path, int] = {}
+        for row in read_results(path):
+            item = items.get(row.file)
+            if item is None:
+                continue
+            if self.options.save_txt:
+                self._label_path(item, row.frame).unlink(missing_ok=True)
+            if self.options.save_crop:
+                base = _crop_base(self.outputs[item].stem, row.name, row.number)
+                counts[base] = count = counts.get(base, 0) + 1
+                crop = base.with_name(f"{base.name}{count if count > 1 else ''}.jpg")
+                (self.folder / crop).unlink(missing_ok=True)
 
 
-class VideoWriter:
-    """Write frames of one size to an MP4 file (MPEG-4 Part 2), which gets its name when it is complete.
-
-    Raises:
-        OSError: OpenCV cannot write videos here.
-    """
-
-    def __init__(self, path: Path, rate: float, width: int, height: int) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.path, self.size = path, (width, height)
-        self._padding = (width % 2, height % 2)  # the writer would cut odd sides
-        self._partial = path.with_name(f".partial-{os.getpid()}-{id(self)}{VIDEO_SUFFIX}")
-        has_ffmpeg = cv2.CAP_FFMPEG in cv2.videoio_registry.getWriterBackends()
-        self._writer = cv2.VideoWriter(
-            str(self._partial.absolute()),
-            cv2.CAP_FFMPEG if has_ffmpeg else cv2.CAP_ANY,
-            cv2.VideoWriter_fourcc(*VIDEO_CODEC),
-            rate,
-            (width + self._padding[0], height + self._padding[1]),
-        )
-        if not self._writer.isOpened():
-            self._partial.unlink(missing_ok=True)
-            raise OSError(
-                f"{path}: this OpenCV build cannot write {VIDEO_CODEC} videos; use --nosave, or install opencv-python"
-            )
-
-    def write(self, image: np.ndarray) -> None:
-        """Add a frame; one of another size is scaled, since a video has one size."""
-        if (image.shape[1], image.shape[0]) != self.size:
-            image = cv2.resize(image, self.size, interpolation=cv2.INTER_LINEAR)
-        if any(self._padding):
-            image = cv2.copyMakeBorder(image, 0, self._padding[1], 0, self._padding[0], cv2.BORDER_REPLICATE)
-        self._writer.write(image)
-
-    def release(self) -> None:
-        """Complete the file and give it its name."""
-        self._writer.release()
-        if not self._partial.is_file():
-            raise OSError(f"{self.path}: the video was not written (disk full?)")
-        if any(self._padding) and not set_frame_size(self._partial, *self.size):
-            LOGGER.warning(f"{self.path}: written with a repeated last column or row, because its size is odd")
-        os.replace(self._partial, self.path)
+def _crop_base(stem: Path, name: str, number: int) -> Path:
+    return Path("crops") / folder_name(name, number) / stem
 
 
 def cut_out(image: np.ndarray, box_xyxy: np.ndarray) -> np.ndarray:
@@ -317,11 +333,6 @@ def cut_out(image: np.ndarray, box_xyxy: np.ndarray) -> np.ndarray:
     boxes[:, 2:] = boxes[:, 2:] * CROP_GAIN + CROP_PAD
     left, top, right, bottom = clip_boxes(xywh2xyxy(boxes), image.shape[:2])[0].astype(int)
     return image[top:bottom, left:right]
-
-
-def _one_field(text: str) -> str:
-    """Return ``text`` as one field of a table separated by tabs."""
-    return " ".join(re.split(r"[\t\r\n]+", text))
 
 
 def _encode(image: np.ndarray, suffix: str, options: Sequence[int] = ()) -> bytes:

@@ -16,6 +16,8 @@ from utils.evaluate import plots
 from utils.files import write_text_atomic
 from utils.log import LOGGER
 
+CONFIDENCE, IOU = 0.25, 0.45  # upstream's: above them a prediction counts, and may belong to a label
+
 
 class ConfusionMatrix:
     """Counts in ``matrix`` (nc + 1, nc + 1): rows are predictions, columns labels, the last of each is background.
@@ -25,7 +27,7 @@ class ConfusionMatrix:
     into the last column, also in images without labels or without a single pair (upstream forgets those).
     """
 
-    def __init__(self, nc: int, conf: float = 0.25, iou_thres: float = 0.45) -> None:
+    def __init__(self, nc: int, conf: float = CONFIDENCE, iou_thres: float = IOU) -> None:
         self.nc = nc
         self.conf = conf
         self.iou_thres = iou_thres
@@ -36,37 +38,45 @@ class ConfusionMatrix:
         """Add one image: detections (N, 6) x1 y1 x2 y2 confidence class or None, labels (G, 5) class x1 y1 x2 y2."""
         if detections is None:
             detections = labels.new_zeros(0, 6)
-        detections = detections[detections[:, 4] > self.conf]
-        predicted, found = self._known(detections[:, 5])
-        true, wanted = self._known(labels[:, 0])
-        detections, labels = detections[found], labels[wanted]
+        overlap = box_iou(labels[:, 1:5], detections[:, :4])  # (G, N)
+        nothing = detections.new_zeros(len(detections))
+        nearest, label = torch.max(overlap, 0) if len(labels) else (nothing, nothing.long())
+        parts = (detections[:, 4], detections[:, 5], labels[:, 0], nearest, label)
+        self.add(*(part.cpu().numpy() for part in parts))
 
-        hit, partner = self._pair(box_iou(labels[:, 1:5], detections[:, :4]))
-        free_predictions = np.setdiff1d(np.arange(len(predicted)), hit)
-        free_labels = np.setdiff1d(np.arange(len(true)), partner)
+    def add(
+        self, confidence: np.ndarray, predicted: np.ndarray, true: np.ndarray, nearest: np.ndarray, label: np.ndarray
+    ) -> None:
+        """Add any number of images at once.
+
+        Args:
+            confidence, predicted: (N,) of the detections, the more confident first within an image.
+            true: (G,) class of the labels.
+            nearest: (N,) largest IoU of each detection with a label of its image, whatever the classes.
+            label: (N,) row of that label.
+        """
+        confident = confidence > self.conf
+        predicted, nearest, label = predicted[confident], nearest[confident], label[confident]
+        is_shown, is_wanted = self._known(predicted), self._known(true)
+        predicted, true = predicted.astype(np.int64), true.astype(np.int64)
+        bidders = np.flatnonzero(is_shown & (nearest > self.iou_thres))
+        bidders = bidders[is_wanted[label[bidders]]]
+        bidders = bidders[np.argsort(-nearest[bidders], kind="stable")]  # the closest bidder gets the label
+        partner, first = np.unique(label[bidders], return_index=True)
+        hit = bidders[first]
         np.add.at(self.matrix, (predicted[hit], true[partner]), 1)
-        np.add.at(self.matrix, (predicted[free_predictions], self.nc), 1)
-        np.add.at(self.matrix, (self.nc, true[free_labels]), 1)
+        is_shown[hit] = is_wanted[partner] = False
+        np.add.at(self.matrix, (predicted[is_shown], self.nc), 1)
+        np.add.at(self.matrix, (self.nc, true[is_wanted]), 1)
 
-    def _known(self, classes: Tensor) -> tuple[np.ndarray, Tensor]:
-        """Return the classes inside the matrix as integers, and the mask that selects their rows."""
+    def _known(self, classes: np.ndarray) -> np.ndarray:
+        """Return which of the classes are inside the matrix; others are counted and warned of."""
         inside = (classes >= 0) & (classes < self.nc)
         outside = len(classes) - int(inside.sum())
         if outside and not self.ignored:
             LOGGER.warning(f"confusion matrix: a class outside 0 … {self.nc - 1} occurs and is left out")
         self.ignored += outside
-        return classes[inside].long().cpu().numpy(), inside
-
-    def _pair(self, overlap: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Pair by ``overlap`` (G, N): each prediction bids for its best label, the closest bidder gets it."""
-        none = np.zeros(0, dtype=np.int64)
-        if not overlap.numel():
-            return none, none
-        best, label = (part.cpu().numpy() for part in torch.max(overlap, 0))
-        bidders = np.flatnonzero(best > self.iou_thres)
-        bidders = bidders[np.argsort(-best[bidders], kind="stable")]
-        partner, first = np.unique(label[bidders], return_index=True)
-        return bidders[first], partner
+        return inside
 
     def tp_fp(self) -> tuple[np.ndarray, np.ndarray]:
         """Return true and false positives per class, (nc,) each."""

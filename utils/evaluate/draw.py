@@ -1,16 +1,14 @@
 """Boxes, labels and picture grids drawn with OpenCV. No matplotlib here: detection draws every frame through this.
 
-Class names of any script are drawn where the font has the glyphs (DejaVu, which comes with matplotlib, or the file
-named by the environment variable ``YOLO_FONT``); other names give way to the number of the class.
+Class names of any script are drawn where a font of this machine has the glyphs (see ``fonts.py``); other names give way
+to the number of the class.
 """
 
 from __future__ import annotations
 
 import colorsys
 import functools
-import importlib.util
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,10 +16,10 @@ from typing import Any
 import cv2
 import numpy as np
 import torch
-from PIL import ImageFont
 from torch import Tensor
 
 from utils.boxes import xywh2xyxy, xyxy2xywh
+from utils.evaluate.fonts import GLYPH_HEIGHT, can_draw, text_mask
 from utils.files import atomic_write
 from utils.log import CountedWarnings
 
@@ -32,7 +30,6 @@ GRID_LONGEST_SIDE = 1920  # pixels of a picture grid
 GRID_IMAGES = 16
 GRID_MIN_CONFIDENCE = 0.25  # predictions below are not drawn into grids
 CAPITAL_HEIGHT = 22  # pixels of a capital letter of OpenCV's plain font at scale 1
-GLYPH_HEIGHT = 0.73  # the same as a fraction of the size of a TrueType font
 _failures = CountedWarnings()
 
 
@@ -75,44 +72,6 @@ class Colors:
 
 
 colors = Colors()
-
-
-@functools.lru_cache(maxsize=1)
-def font_file() -> Path | None:
-    """Return the TrueType font for names beyond ASCII: ``YOLO_FONT``, else matplotlib's DejaVu, else None."""
-    chosen = os.environ.get("YOLO_FONT")
-    if chosen:
-        return Path(chosen)
-    package = importlib.util.find_spec("matplotlib")  # located, not imported: import costs a second
-    if package is None or package.origin is None:
-        return None
-    bundled = Path(package.origin).parent / "mpl-data" / "fonts" / "ttf" / "DejaVuSans.ttf"
-    return bundled if bundled.is_file() else None
-
-
-@functools.lru_cache(maxsize=32)
-def _font(size: int) -> ImageFont.FreeTypeFont | None:
-    path = font_file()
-    try:
-        return ImageFont.truetype(str(path), size) if path else None
-    except OSError as error:
-        _failures.warn("font", f"font {path} cannot be used ({error}); names beyond ASCII are drawn as class numbers")
-        return None
-
-
-@functools.lru_cache(maxsize=4096)
-def _has_glyph(character: str) -> bool:
-    """Return whether the font draws ``character`` as something else than its sign for a missing glyph."""
-    font = _font(24)
-    if font is None:
-        return False
-    glyph, missing = font.getmask(character), font.getmask("\U0010ffff")
-    return character.isspace() or glyph.size != missing.size or bytes(glyph) != bytes(missing)
-
-
-def can_draw(text: str) -> bool:
-    """Return whether every character of ``text`` can be drawn."""
-    return text.isprintable() and (text.isascii() or all(_has_glyph(character) for character in text))
 
 
 def class_name(number: int, names: Names) -> str:
@@ -176,7 +135,7 @@ class Annotator:
     def text_size(self, text: str) -> tuple[int, int]:
         """Return width and height of ``text`` in pixels."""
         if not text.isascii():
-            mask, above = _text_mask(text, self._font_size)
+            mask, above = text_mask(text, self._font_size)
             return mask.shape[1], mask.shape[0] + above
         (width, height), _ = cv2.getTextSize(text, cv2.FONT_HERSHEY_SIMPLEX, self._scale, self.stroke)
         return width, height
@@ -199,19 +158,8 @@ class Annotator:
             foot = (left, top + self.text_size(text)[1])
             cv2.putText(self.im, text, foot, cv2.FONT_HERSHEY_SIMPLEX, self._scale, color, self.stroke, cv2.LINE_AA)
             return
-        mask, above = _text_mask(text, self._font_size)
+        mask, above = text_mask(text, self._font_size)
         _blend(self.im, mask, left, top + above, color)
-
-
-@functools.lru_cache(maxsize=256)
-def _text_mask(text: str, size: int) -> tuple[np.ndarray, int]:
-    """Return the opacity of ``text`` (h, w) 0 … 1, and how many pixels it starts below the top of the line."""
-    font = _font(size)
-    if font is None:
-        return np.zeros((size, 1), np.float32), 0
-    mask = font.getmask(text)
-    opacity = np.frombuffer(bytes(mask), np.uint8).reshape(mask.size[::-1]).astype(np.float32) / 255
-    return opacity, max(int(size * GLYPH_HEIGHT) - opacity.shape[0], 0)
 
 
 def _blend(image: np.ndarray, opacity: np.ndarray, left: int, top: int, color: Color) -> None:

@@ -1,7 +1,7 @@
-"""Detection figures: matching of predictions with labels, average precision per class, fitness.
+"""Detection figures as users of YOLO know them: average precision per class, operating point, fitness.
 
-The numbers are upstream's to the last digit: one label per prediction and threshold, curves over 1000 confidences,
-area under 101 recall values, operating point where the smoothed mean F1 is highest.
+The numbers are upstream's to the last digit: one label per prediction and threshold (see ``matching``), curves over
+1000 confidences, area under 101 recall values, operating point where the smoothed mean F1 is highest.
 """
 
 from __future__ import annotations
@@ -9,121 +9,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from utils.evaluate import plots
 from utils.evaluate.curves import compute_ap, confidence_axis, smooth
 
-__all__ = [
-    "ap_per_class",
-    "class_curves",
-    "compute_ap",
-    "fitness",
-    "iou_thresholds",
-    "match_predictions",
-    "pad_rows",
-    "process_batch",
-    "smooth",
-]
+__all__ = ["ClassCurves", "OperatingPoint", "ap_per_class", "class_curves", "compute_ap", "fitness", "smooth"]
 
 FITNESS_WEIGHTS = (0.0, 0.0, 0.1, 0.9)  # of precision, recall, mAP at 0.5, mAP at 0.5 … 0.95
-PAD_LABEL, PAD_DETECTION = -1.0, -2.0  # classes of filler rows; they differ, so fillers never match each other
-MAX_PAIRS = 20_000_000  # IoU values held at once while a batch is matched (about 0.5 GB with the intermediates)
-
-
-class RowBatch(NamedTuple):
-    """Rows of a batch as one block per image, and where each row went."""
-
-    block: Tensor  # (B, longest, W)
-    image_index: Tensor  # (R,)
-    position: Tensor  # (R,) within its image
-
-
-def iou_thresholds(device: torch.device | str = "cpu") -> Tensor:
-    """Return the ten thresholds 0.50, 0.55 … 0.95, shape (10,)."""
-    return torch.linspace(0.5, 0.95, 10, device=device)
+EPS = 1e-16  # keeps upstream's quotients finite
 
 
 def fitness(x: np.ndarray) -> np.ndarray:
     """Return one number per row of ``x`` (n, ≥ 4: P, R, mAP50, mAP50-95, …) by which checkpoints are ranked."""
     return (x[:, : len(FITNESS_WEIGHTS)] * np.array(FITNESS_WEIGHTS)).sum(1)
-
-
-def process_batch(detections: Tensor, labels: Tensor, iouv: Tensor) -> Tensor:
-    """Return which detections of one image are correct at which IoU threshold, (N, T) bool.
-
-    Args:
-        detections: (N, 6) x1 y1 x2 y2 confidence class, by falling confidence.
-        labels: (G, 5) class x1 y1 x2 y2, in the same pixels.
-        iouv: (T,) IoU thresholds; a pair counts from the threshold on.
-    """
-    return match_predictions(detections[None].to(iouv.device), labels[None].to(iouv.device), iouv)[0]
-
-
-def match_predictions(detections: Tensor, labels: Tensor, thresholds: Tensor) -> Tensor:
-    """Return which detections of each image are correct, (B, N, T) bool; rows as in ``process_batch``.
-
-    Images with fewer rows are filled up (see ``pad_rows``). Each detection bids for the one label of its class that
-    it overlaps most; the label goes to the most confident bidder, and the others get no second chance.
-
-    Args:
-        detections: (B, N, 6), by falling confidence within an image.
-        labels: (B, G, 5).
-        thresholds: (T,).
-    """
-    batch, count, objects = detections.shape[0], detections.shape[1], labels.shape[1]
-    if batch > 1 and batch * count * objects > MAX_PAIRS:
-        halves = zip(detections.split((batch + 1) // 2), labels.split((batch + 1) // 2), strict=True)
-        return torch.cat([match_predictions(part, truth, thresholds) for part, truth in halves])
-    if not count or not objects:
-        return torch.zeros(batch, count, len(thresholds), dtype=torch.bool, device=detections.device)
-
-    overlap = _pairwise_iou(labels[..., 1:5], detections[..., :4])  # (B, G, N)
-    same_class = labels[..., :1] == detections[:, None, :, 5]
-    overlap = torch.where(same_class, overlap, -1.0)
-    best_overlap = overlap.amax(1)  # (B, N)
-    # of labels that fit equally well the last one is taken, as upstream's reversed sort does
-    best_label = torch.where(overlap == best_overlap[:, None], _column(objects, overlap), 0).amax(1)
-    bids = best_overlap[..., None] >= thresholds  # (B, N, T)
-    rank = _column(count, overlap).where(bids, count)
-    target = best_label[..., None].expand_as(rank)
-    winner = rank.new_full((batch, objects, len(thresholds)), count).scatter_reduce(1, target, rank, "amin")
-    return bids & (winner.gather(1, target) == rank)
-
-
-def pad_rows(rows: Tensor, image_index: Tensor, batch: int, filler_class: float, class_column: int) -> RowBatch:
-    """Lay rows of a whole batch out as one block per image, as ``match_predictions`` wants them.
-
-    Args:
-        rows: (R, W), grouped by image in ascending order.
-        image_index: (R,) image of each row, 0 … ``batch`` - 1.
-        filler_class: class of the rows that fill an image up (``PAD_LABEL`` or ``PAD_DETECTION``).
-    """
-    counts = torch.bincount(image_index, minlength=batch)
-    position = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[image_index]
-    block = rows.new_zeros(batch, int(counts.max()) if batch else 0, rows.shape[1])
-    block[..., class_column] = filler_class
-    block[image_index, position] = rows
-    return RowBatch(block, image_index, position)
-
-
-def _column(count: int, like: Tensor) -> Tensor:
-    """Return the numbers 0 … ``count`` - 1 as (1, count, 1)."""
-    return torch.arange(count, device=like.device)[None, :, None]
-
-
-def _pairwise_iou(first: Tensor, second: Tensor, eps: float = 1e-7) -> Tensor:
-    """Return the IoU of xyxy boxes (B, G, 4) with (B, N, 4) as (B, G, N)."""
-    low = torch.maximum(first[:, :, None, :2], second[:, None, :, :2])
-    high = torch.minimum(first[:, :, None, 2:], second[:, None, :, 2:])
-    shared = (high - low).clamp_(min=0).prod(3)
-    area_first = (first[..., 2:] - first[..., :2]).prod(2)[:, :, None]
-    area_second = (second[..., 2:] - second[..., :2]).prod(2)[:, None]
-    return shared / (area_first + area_second - shared + eps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +39,25 @@ class ClassCurves:
     precision_at_recall: np.ndarray  # (K, S) envelope, zero for classes that were never predicted
 
 
+@dataclass(frozen=True, kw_only=True)
+class OperatingPoint:
+    """The confidence at which the smoothed mean F1 is highest, and the figures of the K classes there."""
+
+    confidence: float
+    precision: np.ndarray  # (K,)
+    recall: np.ndarray  # (K,)
+    f1: np.ndarray  # (K,)
+
+    @classmethod
+    def of(cls, curves: ClassCurves) -> OperatingPoint:
+        """Find it on ``curves``; without classes it is confidence 0 and nothing else."""
+        if not len(curves.classes):
+            return cls(confidence=0.0, precision=np.zeros(0), recall=np.zeros(0), f1=np.zeros(0))
+        best = int(smooth(curves.f1.mean(0), 0.1).argmax())
+        precision, recall, f1 = (part[:, best] for part in (curves.precision, curves.recall, curves.f1))
+        return cls(confidence=float(confidence_axis()[best]), precision=precision, recall=recall, f1=f1)
+
+
 def ap_per_class(
     tp: np.ndarray,
     conf: np.ndarray,
@@ -147,7 +66,7 @@ def ap_per_class(
     plot: bool = False,
     save_dir: str | Path = ".",
     names: Mapping[int, str] | Sequence[str] = (),
-    eps: float = 1e-16,
+    eps: float = EPS,
     prefix: str = "",
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return the figures of every class that occurs in the labels.
@@ -166,17 +85,16 @@ def ap_per_class(
     if not len(curves.classes):
         nothing = np.zeros(0)
         return nothing, nothing, nothing, nothing, nothing, curves.ap, curves.classes
+    point = OperatingPoint.of(curves)
     if plot:
-        plots.plot_curves(curves, Path(save_dir), names, prefix)
-    best = smooth(curves.f1.mean(0), 0.1).argmax()
-    precision, recall, f1 = curves.precision[:, best], curves.recall[:, best], curves.f1[:, best]
-    hits = (recall * curves.labels).round()
-    false_alarms = (hits / (precision + eps) - hits).round()
-    return hits, false_alarms, precision, recall, f1, curves.ap, curves.classes
+        plots.plot_curves(curves, point, Path(save_dir), names, prefix)
+    hits = (point.recall * curves.labels).round()
+    false_alarms = (hits / (point.precision + eps) - hits).round()
+    return hits, false_alarms, point.precision, point.recall, point.f1, curves.ap, curves.classes
 
 
 def class_curves(
-    tp: np.ndarray, conf: np.ndarray, pred_cls: np.ndarray, target_cls: np.ndarray, *, eps: float = 1e-16
+    tp: np.ndarray, conf: np.ndarray, pred_cls: np.ndarray, target_cls: np.ndarray, *, eps: float = EPS
 ) -> ClassCurves:
     """Return the curves of every labelled class; arguments as in ``ap_per_class``."""
     order = np.argsort(-conf, kind="stable")

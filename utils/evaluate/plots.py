@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from utils.evaluate.metrics import ClassCurves
+    from utils.evaluate.metrics import ClassCurves, OperatingPoint
 
 __all__ = [
     "Annotator",
@@ -81,20 +81,41 @@ def _rgb(number: int) -> tuple[float, float, float]:
     return red / 255, green / 255, blue / 255
 
 
-def plot_curves(curves: ClassCurves, folder: Path, names: Names = (), prefix: str = "") -> None:
-    """Write PR_curve.png, F1_curve.png, P_curve.png and R_curve.png of labelled classes to ``folder``."""
+def plot_curves(curves: ClassCurves, point: OperatingPoint, folder: Path, names: Names = (), prefix: str = "") -> None:
+    """Write PR_curve.png, F1_curve.png, P_curve.png and R_curve.png of labelled classes, with the operating point."""
     known = names if isinstance(names, Mapping) else dict(enumerate(names))
     shown = {row: known.get(int(number), str(number)) for row, number in enumerate(curves.classes)}
-    axis = confidence_axis()
-    plot_pr_curve(axis, curves.precision_at_recall, curves.ap, folder / f"{prefix}PR_curve.png", shown)
-    plot_mc_curve(axis, curves.f1, folder / f"{prefix}F1_curve.png", shown, ylabel="F1")
-    plot_mc_curve(axis, curves.precision, folder / f"{prefix}P_curve.png", shown, ylabel="Precision")
-    plot_mc_curve(axis, curves.recall, folder / f"{prefix}R_curve.png", shown, ylabel="Recall")
+    axis, at = confidence_axis(), point.confidence
+    precision, recall, f1 = (float(part.mean()) for part in (point.precision, point.recall, point.f1))
+    corner = Mark(recall, precision, f"P {precision:.3f}, R {recall:.3f} at confidence {at:.3f}")
+    plot_pr_curve(axis, curves.precision_at_recall, curves.ap, folder / f"{prefix}PR_curve.png", shown, mark=corner)
+    for title, rows, value in (
+        ("F1", curves.f1, f1),
+        ("Precision", curves.precision, precision),
+        ("Recall", curves.recall, recall),
+    ):
+        path = folder / f"{prefix}{title if title == 'F1' else title[0]}_curve.png"
+        mark = Mark(at, value, f"best mean F1: {title} {value:.3f} at {at:.3f}")
+        plot_mc_curve(axis, rows, path, shown, ylabel=title, mark=mark)
+
+
+class Mark(NamedTuple):
+    """A point to be pointed out in a figure, and its entry in the legend."""
+
+    x: float
+    y: float
+    label: str
 
 
 @harmless
 def plot_pr_curve(
-    px: np.ndarray, py: np.ndarray, ap: np.ndarray, save_dir: str | Path = "pr_curve.png", names: Names = ()
+    px: np.ndarray,
+    py: np.ndarray,
+    ap: np.ndarray,
+    save_dir: str | Path = "pr_curve.png",
+    names: Names = (),
+    *,
+    mark: Mark | None = None,
 ) -> None:
     """Write precision over recall at IoU 0.5: ``px`` (S,) recalls, ``py`` (K, S) precisions, ``ap`` (K, T).
 
@@ -103,7 +124,7 @@ def plot_pr_curve(
     rows = np.asarray(py)
     labels = [f"{class_name(row, names)} {value:.3f}" for row, value in enumerate(ap[:, 0])]
     average = f"all classes {ap[:, 0].mean():.3f} mAP@0.5"
-    _plot_lines(px, rows, rows.mean(0), save_dir, labels, average, ("Recall", "Precision"))
+    _plot_lines(px, rows, rows.mean(0), save_dir, labels, average, ("Recall", "Precision"), mark)
 
 
 @harmless
@@ -114,13 +135,15 @@ def plot_mc_curve(
     names: Names = (),
     xlabel: str = "Confidence",
     ylabel: str = "Metric",
+    *,
+    mark: Mark | None = None,
 ) -> None:
     """Write a figure over confidence: ``px`` (S,), ``py`` (K, S). The legend tells where the smoothed mean peaks."""
     rows = np.asarray(py)
     mean = smooth(rows.mean(0), 0.05)
     average = f"all classes {mean.max():.2f} at {px[mean.argmax()]:.3f}"
     labels = [class_name(row, names) for row in range(len(rows))]
-    _plot_lines(px, rows, mean, save_dir, labels, average, (xlabel, ylabel))
+    _plot_lines(px, rows, mean, save_dir, labels, average, (xlabel, ylabel), mark)
 
 
 def _plot_lines(
@@ -131,6 +154,7 @@ def _plot_lines(
     labels: list[str],
     average: str,
     titles: tuple[str, str],
+    mark: Mark | None,
 ) -> None:
     """Write thin lines for the classes and a thick one for their mean, both axes 0 … 1."""
     figure, panels = _figure(1, 1, (9, 6))
@@ -141,6 +165,9 @@ def _plot_lines(
     else:
         panel.plot(px, rows.T, linewidth=1, color="grey", alpha=0.6)
     panel.plot(px, mean, linewidth=3, color="blue", label=average)
+    if mark is not None:
+        panel.axvline(mark.x, linewidth=1, linestyle="--", color="black")
+        panel.plot([mark.x], [mark.y], "o", color="black", label=mark.label)
     panel.set(xlabel=titles[0], ylabel=titles[1], xlim=(0, 1), ylim=(0, 1), title=f"{titles[1]}-{titles[0]} curve")
     panel.legend(bbox_to_anchor=(1.04, 1), loc="upper left")
     _save(figure, path)

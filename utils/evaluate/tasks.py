@@ -16,6 +16,8 @@ from utils.data.loader import EpochLoader, create_dataloader
 from utils.data.report import say_unread, write_data_report
 from utils.data.spec import SPLITS, DataSpec, load_data_spec
 from utils.evaluate.plots import plot_study
+from utils.evaluate.record import write_evaluation
+from utils.evaluate.report import write_report
 from utils.evaluate.validator import Validator, ValResult
 from utils.files import increment_path, write_text_atomic
 from utils.log import LOGGER
@@ -50,6 +52,8 @@ def validate(options: ValOptions, weights: str) -> ValResult:
     spec = load_data_spec(options.data)
     device = select_device(options.device, options.batch_size)
     model = DetectMultiBackend(weights, device=device, dnn=options.dnn, data=options.data)
+    if device.type == "cuda":
+        model.to(memory_format=torch.channels_last)
     if len(model.names) != spec.nc and not options.single_cls:
         raise ValueError(
             f"{weights} knows {len(model.names)} classes, {spec.yaml_file} names {spec.nc}; "
@@ -58,11 +62,8 @@ def validate(options: ValOptions, weights: str) -> ValResult:
     if options.conf_thres > USUAL_CONFIDENCE and options.task in SPLITS:
         LOGGER.warning(f"--conf-thres {options.conf_thres:g} cuts the curves off: not comparable with the usual 0.001")
     imgsz, batch_size = _input_size(model, options)
-    if not model.pt:
-        LOGGER.info(
-            "Exported files are measured on square images, .pt files on rectangular ones: figures differ a little"
-        )
-    loader, dataset = _make_loader(options, spec, model, imgsz, batch_size)
+    is_rect = _is_rect(options, model)
+    loader, dataset = _make_loader(options, spec, model, imgsz, batch_size, is_rect)
     save_dir = increment_path(Path(options.project) / options.name, exist_ok=options.exist_ok, mkdir=True)
     write_data_report(
         {"val": dataset.report}, spec.names, imgsz, save_dir, single_cls=options.single_cls, use_sheets=False
@@ -71,6 +72,11 @@ def validate(options: ValOptions, weights: str) -> ValResult:
     model.warmup((model.batch_size or 1, 3, imgsz, imgsz))
     result = validator.run(model)
     say_unread(dataset.broken_files(), len(dataset))
+    if options.task in SPLITS:
+        what = {"weights": str(weights), "data": str(spec.yaml_file), "split": options.task, "image size": imgsz}
+        settings = {**what, "batch": batch_size, "rectangular": is_rect, **result.settings}
+        write_evaluation(dataclasses.replace(result, settings=settings), save_dir)
+        write_report(save_dir)
     prepared, inferred, suppressed = result.speed_ms
     times = f"{prepared:.1f}ms pre-process, {inferred:.1f}ms inference, {suppressed:.1f}ms NMS"
     LOGGER.info(f"Speed: {times} per image at shape {(batch_size, 3, imgsz, imgsz)}\nResults saved to {save_dir}")
@@ -92,6 +98,18 @@ def _input_size(model: DetectMultiBackend, options: ValOptions) -> tuple[int, in
     return imgsz, batch_size
 
 
+def _is_rect(options: ValOptions, model: DetectMultiBackend) -> bool:
+    """Return whether batches are padded to the smallest rectangle: as asked for, where the file takes any shape."""
+    if options.task == "speed" or not options.rect:
+        return False
+    if model.static_shape:
+        LOGGER.info(
+            "The file takes square images only, training validates on rectangular ones: figures differ a little. "
+            "--no-rect measures a .pt file in the same way"
+        )
+    return not model.static_shape
+
+
 def _use_half(options: ValOptions, model: DetectMultiBackend, device: torch.device) -> bool:
     if not model.pt:
         if options.half:
@@ -101,10 +119,9 @@ def _use_half(options: ValOptions, model: DetectMultiBackend, device: torch.devi
 
 
 def _make_loader(
-    options: ValOptions, spec: DataSpec, model: DetectMultiBackend, imgsz: int, batch_size: int
+    options: ValOptions, spec: DataSpec, model: DetectMultiBackend, imgsz: int, batch_size: int, is_rect: bool
 ) -> tuple[EpochLoader, LoadImagesAndLabels]:
     split = options.task if options.task in SPLITS else "val"
-    is_rect = model.pt and options.task != "speed"
     loader, dataset = create_dataloader(
         spec.split(split),
         imgsz,

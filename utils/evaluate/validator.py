@@ -12,91 +12,47 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from models.heads import lead_prediction
-from utils.boxes import xywh2xyxy
 from utils.evaluate import plots
 from utils.evaluate.coco import CocoFigures, CocoRecorder, image_identifier
 from utils.evaluate.confusion import ConfusionMatrix
-from utils.evaluate.metrics import (
-    PAD_DETECTION,
-    PAD_LABEL,
-    ap_per_class,
-    iou_thresholds,
-    match_predictions,
-    pad_rows,
-)
+from utils.evaluate.matching import BatchMatch, iou_thresholds
 from utils.evaluate.outputs import LabelWriter, OutputNames, merge_labels
+from utils.evaluate.result import ValResult, measure
+from utils.evaluate.scene import AllFindings, Findings, Scene
 from utils.log import LOGGER, progress
 from utils.nms import non_max_suppression
 from utils.runtime import autocast, synchronise
 
+__all__ = ["ValResult", "Validator"]
+
 PLOTTED_BATCHES = 3
-TABLE_HEADER = ("%22s" + "%11s" * 6) % ("Class", "Images", "Instances", "P", "R", "mAP50", "mAP50-95")
-TABLE_ROW = "%22s" + "%11i" * 2 + "%11.3g" * 4
 LossFunction = Callable[[object, Tensor], tuple[Tensor, Tensor]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ValResult:
-    """What one validation found. All figures are 0 where nothing could be measured."""
-
-    precision: float  # means over the labelled classes, at the confidence of the best mean F1
-    recall: float
-    map50: float
-    map: float
-    losses: tuple[float, float, float]  # box, class, DFL: mean over the batches, zero without a loss function
-    per_class: dict[str, np.ndarray]  # classes, p, r, ap50, ap: (K,) each, for the K labelled classes
-    maps: np.ndarray  # (nc,) mAP50-95 by class number; classes without labels carry the mean
-    speed_ms: tuple[float, float, float]  # per image: pre-process, inference, NMS
-    images: int
-    instances: int
-    confusion: np.ndarray | None = None  # (nc + 1, nc + 1), with plots only
-    coco: CocoFigures | None = None  # with save_json only, where pycocotools is installed
-
-    def summary(self) -> tuple[float, float, float, float, float, float, float]:
-        """Return P, R, mAP50, mAP50-95 and the three losses, the order of ``fitness`` and results.csv."""
-        return (self.precision, self.recall, self.map50, self.map, *self.losses)
 
 
 @dataclass
 class _Tally:
-    """Statistics gathered over the batches; rows of predictions belong together across the lists."""
+    """Sums over the batches."""
 
-    correct: list[np.ndarray] = field(default_factory=list)  # (n, 10)
-    confidence: list[np.ndarray] = field(default_factory=list)
-    predicted: list[np.ndarray] = field(default_factory=list)
-    true: list[np.ndarray] = field(default_factory=list)
     losses: Tensor | None = None  # (3,) sum over the batches, on the device
     batches: int = 0
     images: int = 0
     seconds: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
 
-    def joined(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return correct (N, 10), confidence (N,), predicted (N,), true (M,), also when nothing came in."""
-        parts = (self.correct, self.confidence, self.predicted, self.true)
-        empty = (np.zeros((0, 10), bool), *(np.zeros(0, np.float32) for _ in range(3)))
-        return tuple(np.concatenate((start, *part)) for start, part in zip(empty, parts, strict=True))
+    def mean_losses(self) -> tuple[float, float, float]:
+        """Return box, class and DFL loss; zero without a loss function."""
+        if self.losses is None:
+            return (0.0, 0.0, 0.0)
+        box, cls, dfl = (self.losses / self.batches).tolist()
+        return (box, cls, dfl)
 
-
-@dataclass(frozen=True)
-class _Scene:
-    """Detections and labels of one batch on the CPU, in original pixels, grouped by image."""
-
-    detections: Tensor  # (R, 6) x1 y1 x2 y2 confidence class
-    detection_image: Tensor  # (R,)
-    labels: Tensor  # (M, 5) class x1 y1 x2 y2
-    label_image: Tensor  # (M,)
-    shapes: list[tuple[int, int]]  # height, width of each original image
-
-    def images(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield detections and labels of one image after the other."""
-        found = torch.bincount(self.detection_image, minlength=len(self.shapes)).tolist()
-        wanted = torch.bincount(self.label_image, minlength=len(self.shapes)).tolist()
-        yield from zip(self.detections.split(found), self.labels.split(wanted), strict=True)
+    def speed_ms(self) -> tuple[float, float, float]:
+        """Return milliseconds per image: pre-process, inference, NMS."""
+        prepared, inferred, suppressed = (1000 * seconds / max(self.images, 1) for seconds in self.seconds)
+        return (prepared, inferred, suppressed)
 
 
 class Validator:
@@ -169,23 +125,28 @@ class Validator:
     @torch.no_grad()
     def run(self, model: nn.Module) -> ValResult:
         """Return the figures of ``model`` and write the outputs asked for; the model is left in the mode it came in."""
-        tally = _Tally()
-        outputs = _Outputs(self)
+        tally, seen, outputs = _Tally(), Findings(), _Outputs(self)
         with _evaluating(model):
-            for index, batch in enumerate(progress(self.loader, desc="validating", unit="batch")):
-                images, targets, paths, shapes = batch
+            for index, (images, targets, paths, shapes) in enumerate(
+                progress(self.loader, desc="validating", unit="batch")
+            ):
                 found = self._detect(model, images, targets, tally)
-                scene = self._scene(found, targets, images.shape[2:], shapes)
-                self._count(scene, tally)
-                outputs.add(scene, paths)
+                scene = Scene.build(found, targets, shapes, images.shape[2:])
+                scene = scene.merged() if self.single_cls else scene
+                match, scene = scene.match(self.thresholds).cpu(), scene.cpu()
+                seen.add(scene, match, paths)
+                outputs.add(scene, match, paths)
                 if self.plots and index < PLOTTED_BATCHES:
                     self._plot_batch(index, images, targets, paths, found)
-        return self._report(tally, outputs)
+        return self._report(tally, seen.joined(), outputs)
 
     def _detect(self, model: nn.Module, images: Tensor, targets: Tensor, tally: _Tally) -> list[Tensor]:
         """Return the detections (n, 6) of each image in input pixels; add losses and times to ``tally``."""
         start = self._clock()
-        inputs = images.to(self.device, non_blocking=True).float() / 255
+        inputs = images.to(self.device, non_blocking=True)
+        if self.device.type == "cuda":
+            inputs = inputs.contiguous(memory_format=torch.channels_last)
+        inputs = inputs.float() / 255
         ready = self._clock()
         with autocast(self.device, self.dtype):
             output = model(inputs, augment=self.augment)
@@ -207,36 +168,16 @@ class Validator:
         tally.images += len(images)
         return found
 
+    def _settings(self) -> dict[str, str | float | bool]:
+        """Return what the figures depend on beside model and data."""
+        limits = {"confidence": self.conf_thres, "NMS IoU": self.iou_thres, "boxes per image": self.max_det}
+        how = {"numbers": "float16" if self.dtype else "float32", "device": self.device.type}
+        special = {"one class": self.single_cls, "augmented": self.augment}
+        return {**limits, **how, **{name: True for name, is_on in special.items() if is_on}}
+
     def _clock(self) -> float:
         synchronise(self.device)
         return time.perf_counter()
-
-    def _scene(self, found: list[Tensor], targets: Tensor, input_shape: torch.Size, shapes: tuple) -> _Scene:
-        """Bring detections (per image, input pixels) and targets (normalised) into original pixels on the CPU."""
-        detections = torch.cat(found).float().cpu()  # the one transfer of a batch
-        detection_image = torch.repeat_interleave(torch.arange(len(found)), torch.tensor([len(part) for part in found]))
-        targets = targets.float().cpu()
-        targets = targets[targets[:, 0].argsort(stable=True)]
-        height, width = input_shape
-        corners = xywh2xyxy(targets[:, 2:] * torch.tensor([width, height, width, height]))
-        labels, label_image = torch.cat((targets[:, 1:2], corners), 1), targets[:, 0].long()
-        if self.single_cls:
-            detections[:, 5] = 0
-            labels[:, 0] = 0
-        detections[:, :4] = _to_original(detections[:, :4], detection_image, shapes)
-        labels[:, 1:] = _to_original(labels[:, 1:], label_image, shapes)
-        return _Scene(detections, detection_image, labels, label_image, [tuple(shape[0]) for shape in shapes])
-
-    def _count(self, scene: _Scene, tally: _Tally) -> None:
-        """Match one batch and keep what the figures need of it."""
-        batch = len(scene.shapes)
-        rows = pad_rows(scene.detections, scene.detection_image, batch, PAD_DETECTION, class_column=5)
-        truth = pad_rows(scene.labels, scene.label_image, batch, PAD_LABEL, class_column=0)
-        correct = match_predictions(rows.block, truth.block, self.thresholds)[rows.image_index, rows.position]
-        tally.correct.append(correct.numpy())
-        tally.confidence.append(scene.detections[:, 4].numpy())
-        tally.predicted.append(scene.detections[:, 5].numpy())
-        tally.true.append(scene.labels[:, 0].numpy())
 
     def _plot_batch(self, index: int, images: Tensor, targets: Tensor, paths: tuple, found: list[Tensor]) -> None:
         drawn = targets.float().cpu().clone()
@@ -247,55 +188,27 @@ class Validator:
         plots.plot_images(images, drawn, paths, self.save_dir / f"val_batch{index}_labels.jpg", self.names)
         plots.plot_images(images, predicted, paths, self.save_dir / f"val_batch{index}_pred.jpg", self.names)
 
-    def _report(self, tally: _Tally, outputs: _Outputs) -> ValResult:
-        """Turn the tally into figures, print the table, finish the outputs."""
-        correct, confidence, predicted, true = tally.joined()
-        _, _, p, r, _, ap, classes = ap_per_class(
-            correct,
-            confidence,
-            predicted,
-            true,
-            plot=self.plots and bool(correct.any()),
-            save_dir=self.save_dir or ".",
-            names=self.names,
-        )
-        mean = ap.mean() if len(classes) else 0.0
-        maps = np.full(max([len(self.names), *(classes + 1)]), mean)
-        maps[classes] = ap.mean(1)
+    def _report(self, tally: _Tally, seen: AllFindings, outputs: _Outputs) -> ValResult:
+        """Turn everything seen into figures, print the table, finish the outputs."""
         coco = outputs.finish()
-        official = coco if coco is not None and self.coco_annotations is not None else None
-        result = ValResult(
-            precision=float(p.mean()) if len(classes) else 0.0,
-            recall=float(r.mean()) if len(classes) else 0.0,
-            map50=official.ap50 if official else float(ap[:, 0].mean()) if len(classes) else 0.0,
-            map=official.ap if official else float(mean),
-            losses=_mean_losses(tally),
-            per_class={"classes": classes, "p": p, "r": r, "ap50": ap[:, 0], "ap": ap.mean(1)},
-            maps=maps,
-            speed_ms=tuple(1000 * seconds / max(tally.images, 1) for seconds in tally.seconds),
-            images=tally.images,
-            instances=len(true),
-            confusion=outputs.confusion.matrix if outputs.confusion else None,
+        result = measure(
+            seen,
+            self.names,
+            losses=tally.mean_losses(),
+            speed_ms=tally.speed_ms(),
+            confusion=outputs.confusion.matrix,
+            official=coco if self.coco_annotations is not None else None,
             coco=coco,
+            settings=self._settings(),
         )
-        self._print_table(result, true)
+        if self.plots and seen.correct.any():
+            plots.plot_curves(result.curves, result.point, self.save_dir, self.names)
+        result.print_table(verbose=self.verbose)
         return result
-
-    def _print_table(self, result: ValResult, true: np.ndarray) -> None:
-        LOGGER.info(TABLE_HEADER)
-        summary = (result.precision, result.recall, result.map50, result.map)
-        LOGGER.info(TABLE_ROW % ("all", result.images, result.instances, *summary))
-        if not result.instances:
-            LOGGER.warning("no labels in this split, so nothing can be measured; check the label files of the data set")
-        if not self.verbose or len(self.names) < 2:
-            return
-        for number, *figures in zip(*result.per_class.values(), strict=True):
-            name = self.names.get(int(number), str(number))
-            LOGGER.info(TABLE_ROW % (name, result.images, (true == number).sum(), *figures))
 
 
 class _Outputs:
-    """Files that grow image by image: label files, json, confusion matrix; each only if it was asked for."""
+    """What grows image by image: the confusion matrix, and label files and json where they were asked for."""
 
     def __init__(self, settings: Validator) -> None:
         self.settings = settings
@@ -305,15 +218,15 @@ class _Outputs:
         if settings.save_txt:
             self.writer = LabelWriter(settings.save_dir / "labels", paths, settings.save_conf)
         self.recorder = CocoRecorder(settings.is_coco) if settings.save_json else None
-        self.confusion = ConfusionMatrix(nc=len(settings.names)) if settings.plots else None
+        self.confusion = ConfusionMatrix(nc=len(settings.names))
 
-    def add(self, scene: _Scene, paths: tuple[str, ...]) -> None:
+    def add(self, scene: Scene, match: BatchMatch, paths: tuple[str, ...]) -> None:
         """Take the images of one batch."""
-        if not (self.writer or self.recorder or self.confusion):
+        parts = (scene.detections[:, 4], scene.detections[:, 5], scene.labels[:, 0], match.nearest, match.nearest_label)
+        self.confusion.add(*(part.numpy() for part in parts))
+        if not (self.writer or self.recorder):
             return
         for path, shape, (detections, labels) in zip(paths, scene.shapes, scene.images(), strict=True):
-            if self.confusion:
-                self.confusion.process_batch(detections, labels)
             if self.recorder:
                 self.recorder.add(image_identifier(self.names[path]), shape, detections, labels)
             if self.writer:
@@ -324,7 +237,7 @@ class _Outputs:
     def finish(self) -> CocoFigures | None:
         """Write what is written once, at the end; return the referee's figures if there are any."""
         settings = self.settings
-        if self.confusion:
+        if settings.plots:
             self.confusion.plot(save_dir=settings.save_dir, names=settings.names)
             self.confusion.save_counts(settings.save_dir / "confusion_matrix.csv", settings.names)
         if self.writer:
@@ -335,28 +248,6 @@ class _Outputs:
         self.recorder.write(path)
         LOGGER.info(f"{len(self.recorder.predictions)} detections written to {path}")
         return self.recorder.judge(settings.coco_annotations)
-
-
-def _to_original(boxes: Tensor, image_index: Tensor, shapes: tuple) -> Tensor:
-    """Undo the letterbox of each box's image and clip the box to it.
-
-    Args:
-        boxes: (R, 4) xyxy in input pixels.
-        image_index: (R,)
-        shapes: per image ((height, width) of the original, ((gain y, gain x), (pad x, pad y))).
-    """
-    size = torch.tensor([[width, height] for (height, width), _ in shapes], dtype=boxes.dtype)  # (B, 2)
-    gain = torch.tensor([[gain[1], gain[0]] for _, (gain, _) in shapes], dtype=boxes.dtype)
-    pad = torch.tensor([tuple(pad) for _, (_, pad) in shapes], dtype=boxes.dtype)
-    size, gain, pad = (part[image_index].repeat(1, 2) for part in (size, gain, pad))  # (R, 4)
-    return ((boxes - pad) / gain).clamp(min=0).minimum(size)
-
-
-def _mean_losses(tally: _Tally) -> tuple[float, float, float]:
-    if tally.losses is None:
-        return (0.0, 0.0, 0.0)
-    box, cls, dfl = (tally.losses / tally.batches).tolist()
-    return (box, cls, dfl)
 
 
 @contextlib.contextmanager

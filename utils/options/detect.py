@@ -9,6 +9,8 @@ from typing import Any
 from utils.cli import option
 from utils.options.base import FromCli, height_width
 
+SLICE_AS_INPUT = -1  # slices as large as the longer side of the network's input
+
 
 @dataclass(kw_only=True)
 class DetectOptions(FromCli):
@@ -18,7 +20,7 @@ class DetectOptions(FromCli):
 
     weights: list = option(["yolo.pt"], "weights: .pt, .torchscript or .onnx", nargs="+", type=str)
     source: str = option(
-        "data/images", "picture, video, folder, pattern with *, .txt list, stream address or camera number"
+        "data/images", "picture, video, folder, pattern with *, .txt list, stream address, camera number or screen"
     )
     data: str = option("", "data set YAML with class names, for weights that carry none")
     imgsz: list = option(
@@ -31,7 +33,10 @@ class DetectOptions(FromCli):
     view_img: bool = option(False, "show results in a window")
     save_txt: bool = option(False, "write label files")
     save_conf: bool = option(False, "with --save-txt: confidence as sixth column")
+    save_empty: bool = option(False, "with --save-txt: an empty label file where nothing was found")
     save_crop: bool = option(False, "write each detection as a picture of its own")
+    save_csv: bool = option(False, "write all detections to detections.csv")
+    save_json: bool = option(False, "write all detections to detections.json")
     nosave: bool = option(False, "write no annotated pictures and videos")
     classes: Any = option(None, "only these class numbers", nargs="+", type=int)
     agnostic_nms: bool = option(False, "NMS across classes")
@@ -48,8 +53,24 @@ class DetectOptions(FromCli):
     dnn: bool = option(False, "run ONNX files with OpenCV's DNN module")
     vid_stride: int = option(1, "use every N-th frame of a video")
     batch_size: int = option(1, "frames per step", "--batch")
+    slice_size: int = option(
+        0,
+        "look at large pictures in slices of this side (without a number: that of --imgsz), for small objects",
+        flag="--slice",
+        nargs="?",
+        const=SLICE_AS_INPUT,
+    )
+    slice_overlap: float = option(0.2, "share of their side that neighbouring slices have in common")
+    video_codec: str = option(
+        "auto", "auto: H.264 where an encoder is found, else mp4v", choices=["auto", "h264", "mp4v"]
+    )
+    sequential: bool = option(False, "one step after the other instead of reading, network and writing side by side")
 
     def __post_init__(self) -> None:
+        if self.slice_size != SLICE_AS_INPUT and self.slice_size != 0 and self.slice_size < 32:
+            raise ValueError(f"--slice {self.slice_size}: should be at least 32 pixels, or stand without a number")
+        if not 0 <= self.slice_overlap <= 0.9:
+            raise ValueError(f"--slice-overlap {self.slice_overlap}: should lie between 0 and 0.9")
         self.check_at_least(max_det=1, line_thickness=1, vid_stride=1, batch_size=1)
         self.check_fractions("conf_thres", "iou_thres")
         self.weights = [self.weights] if isinstance(self.weights, (str, Path)) else list(self.weights)

@@ -21,7 +21,7 @@ class ExportOptions(FromCli):
     imgsz: list = option([640, 640], "image side, or height and width", "--img", "--img-size", nargs="+", type=int)
     batch_size: int = option(1, "images per call", "--batch")
     device: str = option("cpu", "cpu, or the number of a CUDA device")
-    half: bool = option(False, "float16 weights (CUDA only)")
+    half: bool = option(False, "float16 weights; results stay float32")
     inplace: bool = option(False, "accepted without effect")
     optimize: bool = option(False, "not available")
     dynamic: bool = option(False, "ONNX: batch size may vary")
@@ -29,11 +29,26 @@ class ExportOptions(FromCli):
     simplify: bool = option(False, "ONNX: simplify the graph with onnxslim")
     opset: int = option(17, "ONNX: operator set")
     input_name: str = option("images", "ONNX: name of the input")
+    end2end: bool = option(False, "ONNX: put NMS into the file (outputs num_dets, boxes, scores, classes)")
+    topk_all: int = option(100, "with --end2end: detections kept per image")
+    iou_thres: float = option(0.45, "with --end2end: IoU above which NMS removes a box", "--iou")
+    conf_thres: float = option(0.25, "with --end2end: lowest confidence that counts", "--conf")
+    workspace: float = option(4.0, "TensorRT: memory for building in GiB (from 128 on: MiB)")
+    reparam: bool = option(False, "keep the lead branch only in upstream files too (all other formats do anyway)")
+    benchmark: bool = option(False, "measure the time per image of every file written")
     verbose: bool = option(False, "show what the exporters say")
-    include: list = option(["torchscript"], "formats: torchscript, onnx", nargs="+", type=str)
+    include: list = option(
+        ["torchscript"],
+        "torchscript, onnx, onnx_end2end, openvino, engine, reparam (lean .pt), upstream (.pt for the original)",
+        nargs="+",
+        type=str,
+    )
 
     def __post_init__(self) -> None:
-        self.check_at_least(batch_size=1, opset=11)
+        self.check_at_least(batch_size=1, opset=11, topk_all=1)
+        self.check_fractions("iou_thres", "conf_thres")
+        if not self.workspace > 0:
+            raise ValueError(f"--workspace {self.workspace}: should be above 0, 4 is usual")
         self.weights = [self.weights] if isinstance(self.weights, (str, Path)) else list(self.weights)
         self.imgsz = height_width(self.imgsz)
         if self.optimize:

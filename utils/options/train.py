@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,8 @@ from utils.options.hyp import Hyp
 
 YAML_SUFFIXES = (".yaml", ".yml")
 AMP_DTYPES = ("fp16", "bf16")
+AUGMENT_PLACES = ("auto", "gpu", "cpu")
+CACHES = r"ram|disk|val|gpu(:\d+(\.\d+)?)?"
 BOOLEAN = argparse.BooleanOptionalAction
 OVERRIDES = ("mosaic", "mixup", "copy_paste")  # hyper-parameters that have a flag of their own
 
@@ -46,12 +49,18 @@ class TrainOptions(FromCli):
     bucket: str = option("", "accepted without effect")
     cache: Any = option(
         None,
-        "keep decoded images: ram (when given bare), disk, or val (validation set only, in memory)",
+        "keep decoded images: ram (when given bare), disk, val (validation set only, in memory), gpu (training set, in "
+        "half of the free GPU memory) or gpu:GB (in that much of it)",
         nargs="?",
         const="ram",
         type=str,
     )
     cache_dir: str = option("", "folder of the disk cache; '' = the user's cache folder")
+    augment: str = option(
+        "auto",
+        "where training images are put together and changed: gpu, cpu (loader processes), or auto = gpu where possible",
+        choices=AUGMENT_PLACES,
+    )
     mosaic_cache: int = option(0, "prepare N mosaics once and draw from them; 0 = make each anew")
     image_weights: bool = option(False, "show images with weak classes more often")
     device: str = option("", "'' = GPU if there is one, else CPU; or cpu, 0, 1, …, mps")
@@ -125,8 +134,7 @@ class TrainOptions(FromCli):
                 f"--freeze {' '.join(map(str, self.freeze))}: expected layer numbers from 0 on, or the word backbone; "
                 "--freeze 10 freezes the first ten layers"
             )
-        if self.cache not in (None, "ram", "disk", "val"):
-            raise ValueError(f"--cache {self.cache}: expected ram, disk or val")
+        self._check_cache()
 
     def _refuse_unavailable(self) -> None:
         if self.evolve is not None:
@@ -139,6 +147,31 @@ class TrainOptions(FromCli):
             raise ValueError(f"--mosaic-cache {self.mosaic_cache}: --rect makes no mosaics; leave one of the two out")
         if self.stretch_last_cycle and self.cos_restarts is None:
             raise ValueError("--stretch-last-cycle belongs to --cos-restarts; add that")
+
+    def _check_cache(self) -> None:
+        if self.cache is not None and not re.fullmatch(CACHES, self.cache):
+            raise ValueError(f"--cache {self.cache}: expected ram, disk, val, gpu or gpu:GB (for example gpu:20)")
+        if self.is_gpu_cache and (self.augment == "cpu" or self.mosaic_cache):
+            other = f"--mosaic-cache {self.mosaic_cache}" if self.mosaic_cache else "--augment cpu"
+            raise ValueError(
+                f"--cache {self.cache} keeps images for the GPU to put together, {other} leaves that to the loader "
+                "processes; leave one of the two out, or use --cache ram"
+            )
+        if self.augment == "gpu" and self.mosaic_cache:
+            raise ValueError(
+                f"--mosaic-cache {self.mosaic_cache}: --augment gpu makes mosaics anew; leave one of the two out"
+            )
+
+    @property
+    def is_gpu_cache(self) -> bool:
+        """Whether training images are to be kept in GPU memory."""
+        return self.cache is not None and self.cache.startswith("gpu")
+
+    @property
+    def gpu_cache_bytes(self) -> int:
+        """How much GPU memory ``--cache gpu:GB`` allows for images; 0 = a share of what is free."""
+        amount = (self.cache or "").partition(":")[2] if self.is_gpu_cache else ""
+        return int(float(amount or 0) * 2**30)
 
     @property
     def schedule(self) -> str:

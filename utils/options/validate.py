@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
 from utils.cli import option
 from utils.options.base import FromCli
+
+BOOLEAN = argparse.BooleanOptionalAction
 
 
 @dataclass(kw_only=True)
@@ -40,6 +43,9 @@ class ValOptions(FromCli):
     half: bool = option(False, "float16 inference on CUDA")
     dnn: bool = option(False, "run ONNX files with OpenCV's DNN module")
     min_items: int = option(0, "leave out images with fewer boxes")
+    rect: bool = option(
+        True, "pad batches to the smallest rectangle, as training does, where the file takes any shape", action=BOOLEAN
+    )
 
     def __post_init__(self) -> None:
         self.check_at_least(batch_size=1, imgsz=32, max_det=1, workers=-1, min_items=0)

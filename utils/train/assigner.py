@@ -6,6 +6,7 @@ crowded image, no size has to be read back from the device, and rows are worked 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from utils.boxes import Columns, iou_of_columns
 
 PAIRS_PER_CHUNK = 2**22  # object-anchor pairs held at once: 16 MiB per float32 table, about ten tables alive
+
+Convert = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -107,11 +110,14 @@ class TaskAlignedAssigner(nn.Module):
         return labels, objects.boxes[row], scores, found.foreground
 
     @torch.no_grad()
-    def assign(self, scores: Tensor, boxes: Tensor, points: Tensor, objects: Objects) -> Assignment:
+    def assign(
+        self, scores: Tensor, boxes: Tensor, points: Tensor, objects: Objects, from_logits: bool = False
+    ) -> Assignment:
         """Assign flat object rows to the anchors of their images.
 
         Args:
-            scores: (B, A, C) class probabilities.
+            scores: (B, A, C) class probabilities, or with ``from_logits`` their logits. Only the classes of the
+                objects are looked at, which makes logits the cheaper choice.
             boxes: (B, A, 4) predicted corners in pixels.
             points: (A, 2) anchor points in pixels.
             objects: T rows of ground truth.
@@ -120,7 +126,8 @@ class TaskAlignedAssigner(nn.Module):
         if len(objects.image) == 0:
             return _nothing(scores)
         columns = boxes.permute(2, 0, 1).contiguous()  # (4, B, A)
-        found = self._candidates(scores, columns, points, objects)
+        to_probability = torch.sigmoid if from_logits else _unchanged
+        found = self._candidates(scores, columns, points, objects, to_probability)
 
         # Integer sums are the same in any order, so that scattering stays reproducible on a GPU.
         slot_anchor = (objects.image[:, None] * anchors + found.anchor).view(-1)  # (T * K,)
@@ -136,12 +143,14 @@ class TaskAlignedAssigner(nn.Module):
         return Assignment(
             foreground=foreground,
             object_row=object_row,
-            score=self._normalised_score(scores, columns, objects, object_row, foreground),
+            score=self._normalised_score(scores, columns, objects, object_row, foreground, to_probability),
             slot_anchor=slot_anchor,
             slot_used=_one_slot_per_anchor(slot_anchor, positive, batch * anchors),
         )
 
-    def _candidates(self, scores: Tensor, columns: Tensor, points: Tensor, objects: Objects) -> _Candidates:
+    def _candidates(
+        self, scores: Tensor, columns: Tensor, points: Tensor, objects: Objects, to_probability: Convert
+    ) -> _Candidates:
         """Walk over the pairs of rows and anchors in pieces that fit in memory."""
         batch, anchors = scores.shape[:2]
         total = len(objects.image)
@@ -155,7 +164,7 @@ class TaskAlignedAssigner(nn.Module):
             truth = objects.boxes[part].unbind(-1)
             truth = tuple(side[:, None] for side in truth)  # 4 x (t, 1)
             overlap = iou_of_columns(truth, columns.index_select(1, image).unbind(0), "ciou").clamp_(0)  # (t, A)
-            metric = scores[image, :, label].pow_(self.alpha).mul_(overlap.pow(self.beta))
+            metric = to_probability(scores[image, :, label]).pow_(self.alpha).mul_(overlap.pow(self.beta))
             inside = _strictly_inside(points, truth, self.eps)
             top = metric.mul_(inside).topk(min(self.topk, anchors), dim=1, sorted=False).indices  # (t, K)
             index.append(top)
@@ -164,19 +173,30 @@ class TaskAlignedAssigner(nn.Module):
         return _Candidates(torch.cat(index), torch.cat(positive), best_row)
 
     def _normalised_score(
-        self, scores: Tensor, columns: Tensor, objects: Objects, object_row: Tensor, foreground: Tensor
+        self,
+        scores: Tensor,
+        columns: Tensor,
+        objects: Objects,
+        object_row: Tensor,
+        foreground: Tensor,
+        to_probability: Convert,
     ) -> Tensor:
         """Scale the metric so that the best anchor of each object gets the object's best overlap, (B, A)."""
         truth = objects.boxes[object_row].unbind(-1)
         label = objects.label[object_row]
         overlap = iou_of_columns(truth, columns.unbind(0), "ciou").clamp_(0)  # (B, A)
-        metric = scores.gather(2, label[..., None]).squeeze(-1).pow(self.alpha) * overlap.pow(self.beta)
+        probability = to_probability(scores.gather(2, label[..., None]).squeeze(-1))
+        metric = probability.pow(self.alpha) * overlap.pow(self.beta)
         overlap = torch.where(foreground, overlap, 0)
         metric = torch.where(foreground, metric, 0)
         none = scores.new_zeros(len(objects.image))  # (T,)
         best_metric = none.scatter_reduce(0, object_row.view(-1), metric.view(-1), "amax")
         best_overlap = none.scatter_reduce(0, object_row.view(-1), overlap.view(-1), "amax")
         return metric * best_overlap[object_row] / (best_metric[object_row] + self.eps)
+
+
+def _unchanged(values: Tensor) -> Tensor:
+    return values
 
 
 def _nothing(scores: Tensor) -> Assignment:

@@ -171,6 +171,7 @@ class CapturedPass(BatchPass):
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         while len(self.recordings) >= MAX_GRAPHS:
             self.recordings.popitem(last=False)
+        align_gradients(self.model)
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()  # what plain passes have left: the graphs have memory of their own
         try:
@@ -248,11 +249,36 @@ class WorkingWeights:
         self.swapped, self.kept = [], []
 
 
+def align_gradients(model: nn.Module) -> None:
+    """Lay out every gradient like its weight, so that all of them are worked on in a few kernels."""
+    for weight in model.parameters():
+        if weight.grad is not None:
+            weight.grad = _laid_out_like(weight.grad, weight)
+
+
 def _add_gradients(pairs: list[tuple[Tensor, Tensor]]) -> None:
     """Add gradients of any floating type to float32 ones, in a few kernels."""
-    long = [torch.empty_like(sum_, memory_format=torch.preserve_format) for sum_, _ in pairs]
-    torch._foreach_copy_(long, [gradient for _, gradient in pairs])
-    torch._foreach_add_([sum_ for sum_, _ in pairs], long)
+    sums = [sum_ for sum_, _ in pairs]
+    fresh = [_laid_out_like(gradient, sum_) for sum_, gradient in pairs]
+    short = [index for index, gradient in enumerate(fresh) if gradient.dtype != torch.float32]
+    if short:
+        # One after the other in memory, they are converted by a single kernel.
+        joined = torch.cat([fresh[index].as_strided((fresh[index].numel(),), (1,)) for index in short]).float()
+        for index, part in zip(short, joined.split([fresh[index].numel() for index in short]), strict=True):
+            like = sums[index]
+            fresh[index] = part.as_strided(like.size(), like.stride(), part.storage_offset())
+    torch._foreach_add_(sums, fresh)
+
+
+def _laid_out_like(tensor: Tensor, example: Tensor) -> Tensor:
+    """Return ``tensor`` with the strides of ``example``; where only sides of 1 differ in them, without a copy."""
+    if tensor.stride() == example.stride():
+        return tensor
+    for layout in (torch.contiguous_format, torch.channels_last):
+        has_sides = tensor.ndim == 4 or layout is torch.contiguous_format
+        if has_sides and all(each.is_contiguous(memory_format=layout) for each in (tensor, example)):
+            return tensor.as_strided(example.size(), example.stride(), tensor.storage_offset())
+    return torch.empty_like(example, dtype=tensor.dtype, memory_format=torch.preserve_format).copy_(tensor)
 
 
 def make_batch_pass(*arguments: object, device: torch.device, use_graphs: bool, **keywords: object) -> BatchPass:

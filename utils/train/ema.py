@@ -20,11 +20,6 @@ def _floating_tensors(model: nn.Module) -> list[Tensor]:
     return [entry.detach() for entry in entries if entry.dtype.is_floating_point]
 
 
-def running_statistics(model: nn.Module) -> list[Tensor]:
-    """Return the floating buffers of ``model``: means and variances of its batch norms."""
-    return [buffer for buffer in model.buffers() if buffer.dtype.is_floating_point]
-
-
 class ModelEMA:
     """Keep ``ema``, a float32 evaluation copy of ``model`` that follows it slowly.
 

@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+import torch
+
 from utils.data.dataset import LoadImagesAndLabels
 from utils.data.loader import EpochLoader, create_dataloader
+from utils.data.pool import PoolSettings
 from utils.data.scan import require_objects
 from utils.data.spec import DataSpec
+from utils.kernels.layout import has_triton
+from utils.log import LOGGER
 from utils.options import Hyp, TrainOptions
 
 LOADERS = 2  # that live side by side and share /dev/shm
 
 
 def make_loaders(
-    options: TrainOptions, hyp: Hyp, spec: DataSpec, *, imgsz: int, batch_size: int, stride: int
+    options: TrainOptions,
+    hyp: Hyp,
+    spec: DataSpec,
+    *,
+    imgsz: int,
+    batch_size: int,
+    stride: int,
+    device: torch.device | str = "cpu",
 ) -> tuple[tuple[EpochLoader, LoadImagesAndLabels], tuple[EpochLoader, LoadImagesAndLabels]]:
-    """Return (loader, data set) for training and for validation, whose batches are no larger than those of training."""
+    """Return (loader, data set) for training and for validation, whose batches are no larger than those of training.
+
+    ``device`` is where training pictures are put together if ``--augment`` and ``--cache`` say so; its pool is filled
+    here. Raises what ``pool_settings`` and ``create_dataloader`` raise.
+    """
+    for line in idle_caches(options):
+        LOGGER.warning(line)
     common = {
         "workers": options.workers,
         "seed": options.seed,
@@ -30,19 +48,57 @@ def make_loaders(
         stride,
         hyp=hyp,
         augment=True,
-        cache=options.cache,
+        cache=None if options.is_gpu_cache else options.cache,
         rect=options.rect,
         shuffle=not options.rect,
         min_items=options.min_items,
         mosaic_cache=options.mosaic_cache,
         image_weights=options.image_weights,
         quad=options.quad,
+        pool=pool_settings(options, torch.device(device)),
         prefix="train: ",
         **common,
     )
     require_objects(train[1].report, "train: ")
-    cache = None if options.noval else options.cache
+    cache = None if options.noval or options.is_gpu_cache else options.cache
     val = create_dataloader(
         spec.val, imgsz, batch_size, stride, cache=cache, rect=True, pad=0.5, prefix="val: ", **common
     )
+    train[0].fill_pool()
     return train, val
+
+
+def idle_caches(options: TrainOptions) -> list[str]:
+    """One line for each cache that is asked for and cannot be of use."""
+    lines, mosaics = [], options.mosaic_cache
+    if options.noval and options.cache == "val":
+        lines.append("--cache val has no effect with --noval: validation reads its images once, after the last epoch")
+    if options.cache_dir and options.cache != "disk" and not mosaics:
+        lines.append(f"--cache-dir {options.cache_dir} has no effect without --cache disk or --mosaic-cache N")
+    if mosaics and options.open_mosaic + options.close_mosaic >= options.epochs:
+        lines.append(f"--mosaic-cache {mosaics} has no effect: --open-mosaic and --close-mosaic cover all epochs")
+    return lines
+
+
+def pool_settings(options: TrainOptions, device: torch.device) -> PoolSettings | None:
+    """Where and how the GPU puts training pictures together; None leaves it to the loader processes.
+
+    Raises ValueError where options ask for a CUDA device and there is none.
+    """
+    is_wanted = options.augment == "gpu" or options.is_gpu_cache
+    if is_wanted and device.type != "cuda":
+        if options.augment == "gpu":
+            raise ValueError("--augment gpu needs a CUDA device; leave it out or use --augment cpu")
+        raise ValueError(f"--cache {options.cache} needs a CUDA device; use --cache ram")
+    if options.augment == "cpu" or device.type != "cuda":
+        return None
+    if not is_wanted and options.mosaic_cache:
+        LOGGER.info("train: prepared mosaics are changed by the loader processes (--augment cpu)")
+        return None
+    if not has_triton():
+        if not is_wanted:
+            return None
+        LOGGER.warning("train: the package triton is missing, pictures are put together by plain torch, which is slow")
+    return PoolSettings(
+        device, is_cached=options.is_gpu_cache, budget_bytes=options.gpu_cache_bytes, is_required=is_wanted
+    )

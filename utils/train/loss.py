@@ -2,6 +2,7 @@
 
 Everything is computed in at least float32, outside autocast, and without reading anything back from the device.
 The box terms visit only the anchors that some object may have chosen, ten per object, instead of all of them.
+On request the loss of a head is computed by fused kernels, see :mod:`utils.kernels.loss_head`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch.nn import functional
 
 from utils.anchors import bbox2dist, dist2bbox, make_anchors
 from utils.boxes import iou_of_columns, xywh2xyxy
+from utils.kernels.loss_head import HeadLoss, head_items
 from utils.train.assigner import Assignment, Objects, TaskAlignedAssigner
 
 FOCAL_BALANCE = 0.25  # weight of a positive against 0.75 of a negative once fl_gamma is above zero (Lin et al. 2017)
@@ -46,6 +48,8 @@ class DetectionLoss:
         topk: anchors per object.
         alpha: exponent of the class probability in the assignment.
         beta: exponent of the overlap in the assignment.
+        use_kernels: let fused kernels compute what they can: maps on a CUDA device in at most float32, without a focal
+            factor. Everything else goes the plain way, and so does all of it by default.
 
     Example:
         >>> loss = DetectionLoss(strides=(8, 16, 32), num_classes=3)
@@ -66,8 +70,10 @@ class DetectionLoss:
         topk: int = 10,
         alpha: float = 0.5,
         beta: float = 6.0,
+        use_kernels: bool = False,
     ) -> None:
         _check_smoothing(label_smoothing)
+        self.use_kernels = use_kernels
         self.strides = tuple(float(stride) for stride in strides)
         self.num_classes, self.reg_max = num_classes, reg_max
         self.gains, self.aux_weight = gains, aux_weight
@@ -79,7 +85,7 @@ class DetectionLoss:
         predictions: Sequence,
         targets: Tensor,
         *,
-        label_smoothing: float | None = None,
+        label_smoothing: float | Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Compute the loss of a batch.
 
@@ -90,7 +96,7 @@ class DetectionLoss:
                 any device.
             label_smoothing: share of each foreground score that is spread over both outcomes of every class: the
                 assigned class aims at q(1 - s/2), the others at q s/2. The background stays as it is: its many
-                anchors would drown everything else.
+                anchors would drown everything else. A tensor without axes is used where it lies, unread.
 
         Returns:
             The scalar to differentiate, which is the sum of the terms times the batch size, and the three terms
@@ -103,17 +109,54 @@ class DetectionLoss:
         _check_smoothing(smoothing)
         heads = self._heads(predictions)
         first = heads[0][0]
+        weights = [self.aux_weight] * (len(heads) - 1) + [1.0]
         with torch.autocast(first.device.type, enabled=False):
             dtype = torch.promote_types(first.dtype, torch.float32)
-            points, strides = make_anchors(heads[0], self.strides, dtype=dtype)
             objects = self._objects(targets, heads[0], dtype)
-            weights = [self.aux_weight] * (len(heads) - 1) + [1.0]
-            rows = []
-            for maps, weight in zip(heads, weights, strict=True):
-                terms = self._terms(self._flatten(maps, dtype), points, strides, objects, smoothing)
-                rows.append(torch.stack([gain * weight * term for gain, term in zip(self.gains, terms, strict=True)]))
-            items = torch.stack(rows).sum(0)  # (3,)
+            items = self._fused_items(heads, weights, objects, smoothing)
+            if items is None:
+                items = self._plain_items(heads, weights, objects, smoothing)
             return items.sum() * first.shape[0], items.detach()
+
+    def _plain_items(
+        self, heads: list[Maps], weights: Sequence[float], objects: Objects, smoothing: float | Tensor
+    ) -> Tensor:
+        """Return the three terms with gains, summed over the heads."""
+        dtype = objects.boxes.dtype
+        points, strides = make_anchors(heads[0], self.strides, dtype=dtype)
+        rows = []
+        for maps, weight in zip(heads, weights, strict=True):
+            terms = self._terms(self._flatten(maps, dtype), points, strides, objects, smoothing)
+            rows.append(torch.stack([gain * weight * term for gain, term in zip(self.gains, terms, strict=True)]))
+        return torch.stack(rows).sum(0)  # (3,)
+
+    def _fused_items(
+        self, heads: list[Maps], weights: Sequence[float], objects: Objects, smoothing: float | Tensor
+    ) -> Tensor | None:
+        """Return the same from the kernels, or None where they are not wanted or cannot compute it."""
+        if not self.use_kernels or self.fl_gamma > 0:
+            return None
+        assigner = self.assigner
+        settings = [
+            HeadLoss(
+                strides=self.strides,
+                num_classes=self.num_classes,
+                reg_max=self.reg_max,
+                gains=tuple(gain * weight for gain in self.gains),
+                pos_weight=self.cls_pw,
+                topk=assigner.topk,
+                alpha=assigner.alpha,
+                beta=assigner.beta,
+                eps=assigner.eps,
+            )
+            for weight in weights
+        ]
+        if not all(head.fits(maps) for head, maps in zip(settings, heads, strict=True)):
+            return None
+        if not isinstance(smoothing, Tensor):
+            smoothing = objects.boxes.new_full((), smoothing)  # filled there, nothing is copied from the host
+        items = [head_items(head, maps, objects, smoothing) for head, maps in zip(settings, heads, strict=True)]
+        return torch.stack(items).sum(0)
 
     def _heads(self, predictions: Sequence) -> list[Maps]:
         """Find the maps of every head in train or eval output, and check that they fit."""
@@ -146,24 +189,25 @@ class DetectionLoss:
         return Objects(targets[:, 0].long(), targets[:, 1].long(), boxes, boxes.sum(1) > 0)
 
     def _terms(
-        self, branch: Branch, points: Tensor, strides: Tensor, objects: Objects, smoothing: float
+        self, branch: Branch, points: Tensor, strides: Tensor, objects: Objects, smoothing: float | Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the box, class and distribution terms of one head, without gains."""
         with torch.no_grad():
             boxes = dist2bbox(_expected(branch.bins.to(points.dtype)), points, xywh=False) * strides
-            found = self.assigner.assign(branch.logits.sigmoid(), boxes, points * strides, objects)
+            from_logits = True
+            found = self.assigner.assign(branch.logits, boxes, points * strides, objects, from_logits)
             normaliser = found.score.sum().clamp(min=1)
         box, dfl = self._box_terms(branch, points, strides, objects, found)
         cls = self._class_term(branch.logits, objects, found, smoothing)
         return box / normaliser, cls / normaliser, dfl / normaliser
 
-    def _class_term(self, logits: Tensor, objects: Objects, found: Assignment, smoothing: float) -> Tensor:
+    def _class_term(self, logits: Tensor, objects: Objects, found: Assignment, smoothing: float | Tensor) -> Tensor:
         """Sum the binary cross-entropy over all anchors and classes."""
         with torch.no_grad():
             target = torch.zeros_like(logits)
             if len(objects.label):
                 target.scatter_(2, objects.label[found.object_row][..., None], found.score[..., None])
-            if smoothing:
+            if isinstance(smoothing, Tensor) or smoothing:
                 target.mul_(1 - smoothing).add_(found.score[..., None] * (smoothing / 2))
         pos_weight = None if self.cls_pw == 1 else logits.new_full((1,), self.cls_pw)
         if self.fl_gamma <= 0:
@@ -205,8 +249,11 @@ class DetectionLoss:
         return box, (entropy.mean(-1) * weight).sum()
 
 
-def _check_smoothing(value: float) -> None:
-    if not 0 <= value < 1:
+def _check_smoothing(value: float | Tensor) -> None:
+    if isinstance(value, Tensor):  # to look at its value would make the host wait
+        if value.ndim:
+            raise ValueError(f"label_smoothing has shape {tuple(value.shape)}: give a number or a tensor without axes")
+    elif not 0 <= value < 1:
         raise ValueError(f"label_smoothing is {value}: give a value from 0 to below 1, such as 0.1")
 
 
@@ -227,11 +274,12 @@ class ComputeLoss(DetectionLoss):
             ``label_smoothing`` are read, missing keys have upstream's values) and with a head at ``model[-1]`` of its
             attribute ``model`` that tells ``nc``, ``stride`` and ``reg_max``. A parallel wrapper is looked through.
         use_dfl: leave the distribution term in.
+        use_kernels: see :class:`DetectionLoss`.
 
     The environment variables YOLOM, YOLOA and YOLOB replace the assignment's topk, alpha and beta.
     """
 
-    def __init__(self, model: nn.Module, use_dfl: bool = True) -> None:
+    def __init__(self, model: nn.Module, use_dfl: bool = True, *, use_kernels: bool = False) -> None:
         inner = getattr(model, "module", model)
         hyp: Mapping[str, float] = getattr(model, "hyp", None) or getattr(inner, "hyp", None) or {}
         head = inner.model[-1]
@@ -246,4 +294,5 @@ class ComputeLoss(DetectionLoss):
             topk=int(os.getenv("YOLOM", "10")),
             alpha=float(os.getenv("YOLOA", "0.5")),
             beta=float(os.getenv("YOLOB", "6.0")),
+            use_kernels=use_kernels,
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import math
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,9 @@ from utils.train.readings import (
 from utils.train.throughput import flop_utilisation
 
 HEADER = ("Epoch", "GPU_mem", *LOSS_NAMES, "Instances", "Size", "data_wait", "img/s")
+SHORT_HEADER = ("Epoch", "Mem", "box", "cls", "dfl", "Boxes", "Size", "wait", "img/s")
+COLUMN, SHORT_COLUMN = 11, 8  # characters; the first is upstream's
+BAR_WIDTH = 28  # of the bar with its counter and times, behind the columns
 HEAT_MAP_EPOCHS = 100  # the last ones: enough to see a trend, small enough for a browser
 GB = 1e9
 Item = TypeVar("Item")
@@ -150,10 +154,13 @@ class Monitor:
 
     def progress(self, epochs: int, instances: int, side: int) -> str:
         """Return the text in front of the progress bar: means over the epoch, speed of the last flush."""
+        is_wide = has_room()
         means = [self.total.columns()[name] for name in RESULT_COLUMNS[1:4]]
         memory = torch.cuda.memory_reserved(self.device) / GB if self.device.type == "cuda" else 0.0
         wait, speed = (self.latest.get(name, math.nan) for name in ("train/data_wait", "train/img_per_s"))
-        return progress_line(self.epoch, epochs, memory, means, instances, side, data_wait=wait, img_per_s=speed)
+        return progress_line(
+            self.epoch, epochs, memory, means, instances, side, data_wait=wait, img_per_s=speed, is_wide=is_wide
+        )
 
     def close(self) -> None:
         """Stop sampling and say which warnings came more than once."""
@@ -312,9 +319,18 @@ def timed(batches: Iterable[Item], clock: Callable[[], float] = time.perf_counte
         yield item, clock() - start
 
 
-def progress_header() -> str:
+def has_room(columns: int | None = None) -> bool:
+    """Tell whether a terminal of so many columns (default: this one) holds the wide progress line and the bar."""
+    if columns is None:
+        columns = shutil.get_terminal_size((200, 24)).columns
+    return columns >= COLUMN * len(HEADER) + BAR_WIDTH
+
+
+def progress_header(*, is_wide: bool = True) -> str:
     """Return the line above the progress bar: upstream's seven right-aligned columns and two of ours."""
-    return ("%11s" * len(HEADER)) % HEADER
+    if is_wide:
+        return "".join(f"{name:>{COLUMN}s}" for name in HEADER)
+    return "".join(f"{name:>{SHORT_COLUMN}s}" for name in SHORT_HEADER)
 
 
 def progress_line(
@@ -327,9 +343,17 @@ def progress_line(
     *,
     data_wait: float = math.nan,
     img_per_s: float = math.nan,
+    is_wide: bool = True,
 ) -> str:
     """Return the text in front of the progress bar; figures that are not known show as a dash."""
-    text = ("%11s" * 2 + "%11.4g" * 5) % (f"{epoch}/{epochs - 1}", f"{memory_gb:.3g}G", *means, instances, side)
-    waiting = "-" if math.isnan(data_wait) else f"{data_wait:.0%}"
-    speed = "-" if math.isnan(img_per_s) else f"{img_per_s:.4g}"
-    return text + f"{waiting:>11s}{speed:>11s}"
+    width, digits = (COLUMN, 4) if is_wide else (SHORT_COLUMN, 3)
+    cells = [
+        f"{epoch}/{epochs - 1}",
+        f"{memory_gb:.3g}G",
+        *(f"{value:.{digits}g}" for value in (*means,)),
+        f"{instances}",
+        f"{side}",
+        "-" if math.isnan(data_wait) else f"{data_wait:.0%}",
+        "-" if math.isnan(img_per_s) else f"{img_per_s:.4g}",
+    ]
+    return "".join(f"{cell:>{width}s}" for cell in cells)

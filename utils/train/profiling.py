@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from utils.data.batching import Batch
+from utils.data.prefetch import DevicePrefetcher, count_images
 from utils.options import TrainOptions
 from utils.runtime import autocast
 from utils.train.batch_pass import prepare_images
@@ -36,8 +37,10 @@ def profile_training(options: TrainOptions) -> list[Diagnosis]:
 def step_parts(trainer: Trainer) -> StepParts:
     """Cut the trainer's step into its parts; an optimizer step follows every batch."""
 
+    place = DevicePrefetcher(trainer.train_loader, trainer.device).place
+
     def copy(batch: Batch) -> tuple[Tensor, Tensor]:
-        images, targets = (tensor.to(trainer.device, non_blocking=True) for tensor in batch[:2])
+        images, targets = place(batch)[:2]
         return prepare_images(images, trainer.amp_dtype or torch.float32), targets
 
     def forward(inputs: tuple[Tensor, Tensor]) -> object:
@@ -54,5 +57,5 @@ def step_parts(trainer: Trainer) -> StepParts:
         loss=lambda predictions, inputs: trainer.loss_fn(predictions, inputs[1])[0],
         backward=backward,
         optimise=trainer.flush_gradients,
-        count=lambda batch: len(batch[0]),
+        count=count_images,
     )

@@ -9,14 +9,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from models.blocks import use_fused_kernels
 from models.checkpoint import Checkpoint, load_checkpoint
 from models.graph import DetectionModel
 from models.published import find_weights
 from models.transfer import advice, name_differences, transfer_weights
 from utils.data.spec import DataSpec, load_data_spec
 from utils.files import REPO_ROOT, find_file
+from utils.kernels.check import fused_kernels_work
 from utils.log import LOGGER
 from utils.options import YAML_SUFFIXES, Hyp, TrainOptions
+from utils.train.loss import ComputeLoss
+from utils.train.loss_check import kernel_obstacle
 from utils.train.schedule import NOMINAL_BATCH, Restarts, Schedule, accumulation, describe_restarts, warmup_steps
 
 SHOWN_NAMES = 5  # of the classes that are called otherwise in the starting weights
@@ -30,6 +34,7 @@ CHANGEABLE = (
     "device",
     "cache",
     "cache_dir",
+    "augment",
     "patience",
     "noplots",
     "noval",
@@ -275,3 +280,30 @@ def memory_advice(device: torch.device, batch_size: int, imgsz: int) -> str:
         f"{free / 1e9:.1f} of {total / 1e9:.1f} GB free. Try --batch {max(batch_size // 2, 1)} (gradients are summed "
         f"over {NOMINAL_BATCH} images anyway), --grad-checkpoint, a smaller --img, or --batch -1"
     )
+
+
+def switch_kernels(model: DetectionModel, device: torch.device, options: TrainOptions) -> bool:
+    """Let the model train with this repository's kernels where they win; return whether it does.
+
+    They need CUDA graphs: launched one by one from Python they would be slower than torch's.
+    """
+    if device.type != "cuda" or options.plain_kernels or not options.cuda_graphs:
+        return False
+    obstacle = fused_kernels_work(device)
+    if obstacle:
+        LOGGER.info(f"{obstacle} Training goes on with torch's own kernels")
+        return False
+    LOGGER.info(f"Fused kernels in {use_fused_kernels(model)} blocks (--plain-kernels switches them off)")
+    return True
+
+
+def make_loss(
+    model: DetectionModel, device: torch.device, dtype: torch.dtype | None, uses_kernels: bool
+) -> ComputeLoss:
+    """Return the loss of ``model``, with fused kernels where these are wanted and work for maps of ``dtype``."""
+    loss = ComputeLoss(model, use_kernels=uses_kernels)
+    obstacle = kernel_obstacle(loss, device, dtype or torch.float32) if uses_kernels else ""
+    if obstacle:
+        LOGGER.info(f"{obstacle} The loss goes the plain way")
+        loss.use_kernels = False
+    return loss

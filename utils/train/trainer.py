@@ -30,8 +30,7 @@ from utils.train.batch_pass import make_batch_pass
 from utils.train.ema import ModelEMA
 from utils.train.gpu_sampler import GpuSampler
 from utils.train.loaders import make_loaders
-from utils.train.loss import ComputeLoss
-from utils.train.monitor import Monitor, MonitorSetup, ResultsTable, TensorBoardWriter, progress_header
+from utils.train.monitor import Monitor, MonitorSetup, ResultsTable, TensorBoardWriter, has_room, progress_header
 from utils.train.optim import apply_plan, smart_optimizer
 from utils.train.schedule import NOMINAL_BATCH, describe_mosaic, has_mosaic, smoothing_at
 from utils.train.setup import (
@@ -40,10 +39,12 @@ from utils.train.setup import (
     freeze_model,
     keep_batch_norm_still,
     load_data,
+    make_loss,
     make_schedule,
     memory_advice,
     prepare_run,
     run_path,
+    switch_kernels,
 )
 from utils.train.state import make_checkpoint, restore
 from utils.train.stopping import EarlyStopping
@@ -89,9 +90,10 @@ class Trainer:
         self.model.grad_checkpoint = self.options.grad_checkpoint
         if self.options.grad_checkpoint:
             LOGGER.info(str(self.model.checkpoint_plan()))
+        self.uses_kernels = switch_kernels(self.model, self.device, self.options)
         self.stride = int(max(self.model.stride))
         self.imgsz = check_img_size(self.options.imgsz, self.stride, floor=2 * self.stride)
-        self.loss_fn = ComputeLoss(self.model)
+        self.loss_fn = make_loss(self.model, self.device, self.amp_dtype, self.uses_kernels)
 
     def _set_up_data(self) -> None:
         options = self.options
@@ -100,7 +102,13 @@ class Trainer:
             self.model.train()
             self.batch_size = find_batch_size(self.model, self.loss_fn, self.imgsz, self.device, self.amp_dtype)
         (self.train_loader, self.train_set), (self.val_loader, self.val_set) = make_loaders(
-            options, self.hyp, self.spec, imgsz=self.imgsz, batch_size=self.batch_size, stride=self.stride
+            options,
+            self.hyp,
+            self.spec,
+            imgsz=self.imgsz,
+            batch_size=self.batch_size,
+            stride=self.stride,
+            device=self.device,
         )
         self.validator = self._make_validator()
 
@@ -234,7 +242,7 @@ class Trainer:
 
     def run_epoch(self) -> dict[str, float]:
         """Train on every batch once; return the epoch's training columns of the results table."""
-        LOGGER.info("\n" + progress_header())
+        LOGGER.info("\n" + progress_header(is_wide=has_room()))
         batches = DevicePrefetcher(self.train_loader, self.device)
         gc.collect()
         gc.freeze()  # what lives now is not searched again: a full collection would take longer than a step

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from utils.log import CountedWarnings
-from utils.train.ema import ModelEMA, running_statistics
+from utils.train.ema import ModelEMA
 
 SHOWN_NAMES = 8  # of images in a warning
 MAX_SKIPPED = 30  # optimizer steps in a row; a loss scale that settles needs fewer
@@ -33,6 +33,7 @@ class WeightUpdate:
         self.model, self.optimizer, self.scaler, self.ema = model, optimizer, scaler, ema
         self.clip_limit = clip_limit
         self.trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.statistics, self.averaged = join_statistics(model), join_statistics(ema.ema)
         self.is_deferred = getattr(optimizer, "_step_supports_amp_scaling", False)
 
     def __call__(self) -> Tensor:
@@ -58,13 +59,25 @@ class WeightUpdate:
     @torch.no_grad()
     def _mend_statistics(self) -> None:
         """Give running statistics that an infinite activation has spoilt the values of the average."""
-        running, averaged = running_statistics(self.model), running_statistics(self.ema.ema)
-        if not running:
-            return
-        values = torch.cat([tensor.flatten() for tensor in running])
-        spare = torch.cat([tensor.flatten() for tensor in averaged]).to(values.dtype)
-        mended = torch.where(torch.isfinite(values), values, spare).split([tensor.numel() for tensor in running])
-        torch._foreach_copy_(running, [part.view_as(old) for part, old in zip(mended, running, strict=True)])
+        torch.where(torch.isfinite(self.statistics), self.statistics, self.averaged, out=self.statistics)
+
+
+def join_statistics(model: nn.Module) -> Tensor:
+    """Move the running means and variances of a model into one tensor (N,), of which they are parts then."""
+    owners = [
+        (module, name)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and buffer.dtype == torch.float32
+    ]
+    parts = [module._buffers[name] for module, name in owners]
+    if not parts:
+        return torch.zeros(0)
+    joined = torch.cat([part.flatten() for part in parts])
+    views = joined.split([part.numel() for part in parts])
+    for (module, name), part, view in zip(owners, parts, views, strict=True):
+        module._buffers[name] = view.view_as(part)
+    return joined
 
 
 class SkippedSteps:

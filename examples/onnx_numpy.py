@@ -1,0 +1,151 @@
+"""Detection with an exported ONNX file without torch: everything around the network in NumPy.
+
+A reference for ports to other languages: each step is one short function. It gives the boxes that detect_dual.py gives.
+
+    python export.py --weights best.pt --include onnx
+    python examples/onnx_numpy.py best.onnx picture.jpg more/*.jpg
+
+Needs numpy, onnxruntime, and opencv-python or pillow to read picture files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+from pathlib import Path
+
+import numpy as np
+
+GREY = 114
+"""Colour of the border that fills a picture up to the size of the network."""
+
+
+def read_picture(path: str | Path) -> np.ndarray:
+    """Return a picture as (H, W, 3) uint8, red first, turned as its EXIF entry says."""
+    try:
+        import cv2
+    except ImportError:
+        from PIL import Image, ImageOps
+
+        return np.asarray(ImageOps.exif_transpose(Image.open(path)).convert("RGB"))
+    image = cv2.imdecode(np.fromfile(path, np.uint8), cv2.IMREAD_COLOR)
+    if image is None:
+        raise ValueError(f"{path} is no picture that OpenCV can read")
+    return image[..., ::-1]
+
+
+def resize(image: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Resize (H, W, 3) uint8 by linear interpolation between pixel centres, without smoothing beforehand."""
+    rows, row_share = _neighbours(image.shape[0], height)
+    columns, column_share = _neighbours(image.shape[1], width)
+    upper, lower = image[rows[0]].astype(np.float32), image[rows[1]].astype(np.float32)
+    lines = upper + (lower - upper) * row_share[:, None, None]
+    left, right = lines[:, columns[0]], lines[:, columns[1]]
+    return np.rint(left + (right - left) * column_share[None, :, None]).astype(np.uint8)
+
+
+def _neighbours(old: int, new: int) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
+    """For each of ``new`` positions: the two old ones around it, and how far it is from the first to the second."""
+    position = np.clip((np.arange(new) + 0.5) * old / new - 0.5, 0, old - 1)
+    first = np.floor(position).astype(int)
+    return (first, np.minimum(first + 1, old - 1)), (position - first).astype(np.float32)
+
+
+def letterbox(image: np.ndarray, height: int, width: int) -> tuple[np.ndarray, float, float, float]:
+    """Fit a picture into (height, width) with grey borders; return it with scale and offsets (left, top)."""
+    old_height, old_width = image.shape[:2]
+    scale = min(height / old_height, width / old_width)
+    new_height, new_width = max(1, round(old_height * scale)), max(1, round(old_width * scale))
+    if (new_height, new_width) != (old_height, old_width):
+        image = resize(image, new_height, new_width)
+    # Half the border on each side; where it is odd, the pixel more goes to the right and to the bottom.
+    left, top = (width - new_width) // 2, (height - new_height) // 2
+    canvas = np.full((height, width, 3), GREY, np.uint8)
+    canvas[top : top + new_height, left : left + new_width] = image
+    return canvas, scale, (width - old_width * scale) / 2, (height - old_height * scale) / 2
+
+
+def to_input(image: np.ndarray) -> np.ndarray:
+    """(H, W, 3) uint8 -> (1, 3, H, W) float32 in 0...1."""
+    return np.ascontiguousarray(image.transpose(2, 0, 1)[None], np.float32) / 255
+
+
+def decode(prediction: np.ndarray, confidence: float) -> np.ndarray:
+    """(4 + nc, A) centre, size and class scores -> (N, 6) x1, y1, x2, y2, score, class of the best class each."""
+    centre, size, scores = prediction[:2], prediction[2:4], prediction[4:]
+    classes, best = scores.argmax(0), scores.max(0)
+    rows = np.concatenate((centre - size / 2, centre + size / 2, best[None], classes[None].astype(np.float32))).T
+    rows = rows[best > confidence]
+    return rows[np.argsort(-rows[:, 4], kind="stable")]
+
+
+def suppress(rows: np.ndarray, iou_limit: float, max_detections: int) -> np.ndarray:
+    """Drop every box that overlaps a better one of its class by more than ``iou_limit``; rows come best first."""
+    kept: list[int] = []
+    left = np.arange(len(rows))
+    while len(left) and len(kept) < max_detections:
+        best, left = left[0], left[1:]
+        kept.append(int(best))
+        same_class = rows[left, 5] == rows[best, 5]
+        left = left[~(same_class & (_iou(rows[best, :4], rows[left, :4]) > iou_limit))]
+    return rows[kept]
+
+
+def _iou(box: np.ndarray, boxes: np.ndarray) -> np.ndarray:
+    overlap = np.clip(np.minimum(box[2:], boxes[:, 2:]) - np.maximum(box[:2], boxes[:, :2]), 0, None).prod(1)
+    areas = (boxes[:, 2:] - boxes[:, :2]).prod(1) + (box[2:] - box[:2]).prod()
+    return overlap / np.maximum(areas - overlap, 1e-12)
+
+
+def to_picture(rows: np.ndarray, scale: float, left: float, top: float, height: int, width: int) -> np.ndarray:
+    """Move boxes from the network's input back into the picture and round them to whole pixels."""
+    rows = rows.copy()
+    rows[:, [0, 2]] = np.clip((rows[:, [0, 2]] - left) / scale, 0, width)
+    rows[:, [1, 3]] = np.clip((rows[:, [1, 3]] - top) / scale, 0, height)
+    rows[:, :4] = np.rint(rows[:, :4])
+    return rows
+
+
+class Detector:
+    """An ONNX file of export.py, run by ONNX Runtime on the CPU."""
+
+    def __init__(self, path: str | Path, size: int = 640) -> None:
+        """Open ``path``; ``size`` is the input's side where the file leaves it free."""
+        import onnxruntime
+
+        self.session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        source = self.session.get_inputs()[0]
+        self.input = source.name
+        self.dtype = np.float16 if source.type == "tensor(float16)" else np.float32
+        self.height, self.width = (side if isinstance(side, int) else size for side in source.shape[2:])
+        metadata = self.session.get_modelmeta().custom_metadata_map
+        self.names: dict[int, str] = ast.literal_eval(metadata.get("names", "{}"))
+
+    def __call__(
+        self, image: np.ndarray, confidence: float = 0.25, iou_limit: float = 0.45, max_detections: int = 1000
+    ) -> np.ndarray:
+        """Return detections (N, 6) of a picture (H, W, 3), red first: x1, y1, x2, y2 in its pixels, score, class."""
+        boxed, scale, left, top = letterbox(image, self.height, self.width)
+        (prediction, *_) = self.session.run(None, {self.input: to_input(boxed).astype(self.dtype)})
+        rows = suppress(decode(prediction[0], confidence), iou_limit, max_detections)
+        return to_picture(rows, scale, left, top, *image.shape[:2])
+
+
+def main() -> None:
+    """Print one line per detection: picture, class, score, corners."""
+    parser = argparse.ArgumentParser(description="Detect objects with an ONNX file, without torch.")
+    parser.add_argument("weights", help="ONNX file of export.py (without --end2end)")
+    parser.add_argument("pictures", nargs="+")
+    parser.add_argument("--conf", type=float, default=0.25, help="lowest confidence shown")
+    parser.add_argument("--iou", type=float, default=0.45, help="IoU above which the weaker box is dropped")
+    parser.add_argument("--size", type=int, default=640, help="input side, where the file leaves it free")
+    options = parser.parse_args()
+    detector = Detector(options.weights, options.size)
+    for picture in options.pictures:
+        for *box, score, number in detector(read_picture(picture), options.conf, options.iou):
+            corners = " ".join(f"{value:.0f}" for value in box)
+            print(f"{picture}\t{detector.names.get(int(number), int(number))}\t{score:.4f}\t{corners}")
+
+
+if __name__ == "__main__":
+    main()

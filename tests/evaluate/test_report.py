@@ -1,0 +1,249 @@
+"""The run report in a real browser: drawn without an error, with its curves, sorting, zooming, also when narrow."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+
+import pytest
+
+from tests.evaluate.browser import Browser, find_browser
+from tests.evaluate.run_kit import NAMES, make_run
+from utils.evaluate import report
+from utils.evaluate.report import ASSETS, SCRIPTS, main, write_comparison, write_report
+
+SECTIONS = ["Summary", "Notes", "Data", "Curves", "AP by object size", "Classes", "Confusion matrix"]
+SECTIONS += ["Curves over confidence", "Worst pictures", "Monitor", "Files"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    return [
+        make_run(folder / "first" / "exp"),
+        make_run(folder / "second" / "exp", epochs=12, gain=0.7, imgsz=960, multi_scale=True),
+    ]
+
+
+@pytest.fixture(scope="module")
+def browser():
+    program = find_browser()
+    if program is None:
+        pytest.skip("no Chromium on this machine (Debian: apt-get install chromium)")
+    with Browser(program) as page:
+        yield page
+
+
+@pytest.fixture
+def page(browser, runs):
+    """The report of the first run, opened in a window of 1280 pixels."""
+    browser.problems.clear()
+    browser.requests.clear()
+    browser.resize(1280, 900)
+    browser.open(write_report(runs[0]))
+    return browser
+
+
+def column(page, table: str, number: int) -> list[str]:
+    rows = f"document.querySelectorAll('table[aria-label=\"{table}\"] tbody tr')"
+    return page.evaluate(f"[...{rows}].map(row => row.cells[{number}].textContent)")
+
+
+# --- without a browser ------------------------------------------------------------------------------------------------
+
+
+def test_page_is_one_file_that_fetches_nothing(runs):
+    text = write_report(runs[0]).read_text(encoding="utf-8")
+    code = re.sub(r'<script type="application/json" id="data">.*?</script>', "", text, flags=re.DOTALL)
+    assert not re.search(
+        r"""(src|href)\s*=\s*["']?(https?:|//)|@import|url\((?!#|`|\$)|fetch\(|XMLHttp|import\(""", code
+    )
+    assert "default-src 'none'" in text
+    assert "dog <b>" not in text, "names cannot end the data or become markup"
+    assert sum(len((ASSETS / name).read_text().splitlines()) for name in SCRIPTS) < 1000
+
+
+def test_page_is_written_quickly_and_whole(runs, monkeypatch, log):
+    path = write_report(runs[0])
+    before = path.read_bytes()
+    started = time.process_time()
+    write_report(runs[0])
+    assert time.process_time() - started < 0.5, "meant to take a tenth of a second"
+
+    def fail(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(report, "write_text_atomic", fail)
+    assert write_report(runs[0]) is None and "disk full" in log.text
+    assert path.read_bytes()[:1000] == before[:1000]
+
+
+def test_command_line(runs, tmp_path, log):
+    assert main([str(runs[0])]) == 0 and (runs[0] / "report.html").is_file()
+    target = tmp_path / "both.html"
+    assert main([*map(str, runs), "--output", str(target)]) == 0 and target.is_file()
+    assert main(list(map(str, runs))) == 0 and (runs[0].parent / "comparison.html").is_file()
+    with pytest.raises(FileNotFoundError, match="runs/train/exp"):
+        main([str(tmp_path / "absent")])
+
+
+# --- in a browser -----------------------------------------------------------------------------------------------------
+
+
+def test_everything_is_drawn_without_an_error(page):
+    assert page.problems == []
+    assert [address for address in page.requests if not address.startswith(("data:", "file:"))] == []
+    assert page.evaluate("[...document.querySelectorAll('section')].map(part => part.dataset.title)") == SECTIONS
+    titles = page.evaluate("[...document.querySelectorAll('.chart')].map(part => part.getAttribute('aria-label'))")
+    wanted = {"Accuracy, YOLO's definition", "AP by object size, COCO's definition", "Box loss", "Learning rate"}
+    wanted |= {"Precision over recall", "F1", "Pictures per second", "Gradient norm before clipping"}
+    assert wanted <= set(titles)
+    paths = page.evaluate("[...document.querySelectorAll('.chart path.series')].map(path => path.getAttribute('d'))")
+    assert len(paths) > 25 and not [path for path in paths if "NaN" in path or "Infinity" in path or len(path) < 10]
+    text = page.evaluate("document.body.innerText")
+    assert "NaN" not in text and "undefined" not in text and "[object" not in text
+    assert "python train_dual.py --cfg yolov9-s.yaml" in text
+    pictures = "[...document.querySelectorAll('.examples img')]"
+    assert page.evaluate(f"{pictures}.length") >= 8
+    assert page.evaluate(f"{pictures}.every(image => image.complete && image.naturalWidth === 400)")
+    links = page.evaluate("[...document.querySelectorAll('#files a')].map(link => link.getAttribute('href'))")
+    assert "weights/best.pt" in links and "results.csv" in links
+
+
+def test_class_table_sorts_both_ways(page):
+    assert column(page, "figures per class", 0) == list(NAMES.values())
+    heads = "document.querySelectorAll('table[aria-label=\"figures per class\"] th button')"
+    titles = page.evaluate(f"[...{heads}].map(button => button.textContent)")
+    number = titles.index("val labels")
+    for direction in (-1, 1):
+        page.evaluate(f"{heads}[{number}].click()")
+        values = [float(value) for value in column(page, "figures per class", number)]
+        assert values == sorted(values, reverse=direction < 0) and len(set(values)) > 1
+    recall = titles.index("R")
+    for _ in range(2):
+        page.evaluate(f"{heads}[{recall}].click()")
+        assert column(page, "figures per class", recall)[-1] == "–", "what is not known stays last"
+    page.evaluate(f"{heads}[0].click()")
+    assert column(page, "figures per class", 0)[0] == "bird"
+
+
+def box_of(page, title: str) -> dict[str, float]:
+    chart = f"[...document.querySelectorAll('.chart')].find(c => c.getAttribute('aria-label') === \"{title}\")"
+    page.evaluate(f"{chart}.scrollIntoView({{block: 'center'}})")
+    page.settle()
+    return page.evaluate(f"(({{x, y, width, height}}) => ({{x, y, width, height}}))({chart}.getBoundingClientRect())")
+
+
+def drag(page, box, start: float, end: float) -> None:
+    y = box["y"] + box["height"] / 2
+    page.mouse("moved", box["x"] + start * box["width"], y)
+    page.mouse("pressed", box["x"] + start * box["width"], y)
+    page.mouse("moved", box["x"] + (start + end) / 2 * box["width"], y)
+    page.mouse("moved", box["x"] + end * box["width"], y)
+    page.mouse("released", box["x"] + end * box["width"], y)
+    page.settle()
+
+
+def test_hovering_shows_values_and_dragging_zooms(page):
+    box = box_of(page, "Box loss")
+    page.mouse("moved", box["x"] + box["width"] * 0.95, box["y"] + 60)
+    page.settle()
+    tip = "[...document.querySelectorAll('.tip')].filter(tip => !tip.hidden).map(tip => tip.innerText).join('|')"
+    shown = page.evaluate(tip)
+    assert "epoch 7" in shown and "training" in shown and "validation" in shown
+    assert re.search(r"training 1\.66\d", shown), shown  # 4 exp(-7/8) of the table
+
+    labels = "[...[...document.querySelectorAll('.chart')].find(c => c.getAttribute('aria-label') === 'Class loss')"
+    labels += ".querySelectorAll('text')].map(text => text.textContent).join(' ')"
+    before = page.evaluate(labels)
+    drag(page, box, 0.4, 0.7)
+    zoomed = page.evaluate(labels)
+    assert zoomed != before, "charts over epochs zoom together"
+    assert page.evaluate("document.querySelectorAll('.reset:not([hidden])').length") > 3
+    page.evaluate("document.querySelector('.reset:not([hidden])').click()")
+    assert page.evaluate(labels) == before
+    assert page.problems == []
+
+
+def test_legend_hides_a_line_and_pictures_grow(page):
+    count = "document.querySelectorAll('.chart path.series').length"
+    before = page.evaluate(count)
+    page.evaluate("document.querySelector('.legend button').click()")
+    assert page.evaluate(count) == before - 1
+    page.evaluate("document.querySelector('.examples img').click()")
+    assert page.evaluate("document.querySelectorAll('.examples .card.large').length") == 1
+    page.evaluate("document.querySelector('.choice').click()")
+    cells = page.evaluate("[...document.querySelectorAll('.matrix td')].map(cell => cell.textContent).filter(Boolean)")
+    assert all(cell.isdigit() for cell in cells)
+    assert page.problems == []
+
+
+@pytest.mark.parametrize("width", [400, 320])
+def test_narrow_windows_need_no_sideways_scrolling(page, width):
+    page.resize(width, 800)
+    page.settle()
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    outside = (
+        "[...document.querySelectorAll('main *')].filter(node => !node.closest('.scroll, nav, svg, .tip') && "
+        f"node.getBoundingClientRect().right > {width} + 1).map(node => node.tagName + '.' + node.className)"
+    )
+    assert page.evaluate(outside) == []
+    small = (
+        "[...document.querySelectorAll('p, li, td, .name, .legend button')]"
+        ".filter(node => parseFloat(getComputedStyle(node).fontSize) < 12).length"
+    )
+    assert page.evaluate(small) == 0
+    assert page.evaluate("document.querySelector('.chart svg').getBoundingClientRect().width") > width * 0.8
+    assert page.problems == []
+
+
+def test_a_run_that_has_just_begun(browser, tmp_path):
+    folder = make_run(tmp_path / "exp")
+    for name in ("evaluation.json", "monitor.csv", "data_report.json"):
+        (folder / name).unlink()
+    header = (folder / "results.csv").read_text().splitlines()[0]
+    for text in ("", header + "\n", "\n".join((folder / "results.csv").read_text().splitlines()[:2]) + "\n"):
+        (folder / "results.csv").write_text(text)
+        browser.problems.clear()
+        browser.open(write_report(folder))
+        assert browser.problems == []
+        assert browser.evaluate("document.querySelector('h1').textContent") == "Training report: exp"
+
+
+def test_many_classes(browser, tmp_path):
+    folder = make_run(tmp_path / "exp")
+    path = folder / "evaluation.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    content["classes"] = [{**content["classes"][0], "class": number, "name": f"class {number}"} for number in range(80)]
+    content["confusion"] = {"size": 81, "confidence": 0.25, "iou": 0.45, "cells": [[n, n, 5] for n in range(81)]}
+    path.write_text(json.dumps(content), encoding="utf-8")
+    browser.problems.clear()
+    browser.open(write_report(folder))
+    assert browser.evaluate("document.querySelectorAll('canvas').length") == 1
+    assert browser.problems == []
+
+
+def test_comparison_of_runs(browser, runs, tmp_path):
+    for run in runs:
+        write_report(run)
+    browser.problems.clear()
+    browser.resize(1280, 900)
+    browser.open(write_comparison(runs, tmp_path / "both.html"))
+    assert browser.problems == []
+    assert column(browser, "runs", 0) == ["first/exp", "second/exp"]
+    link = browser.evaluate("document.querySelector('table[aria-label=\"runs\"] a').getAttribute('href')")
+    assert (tmp_path / link).resolve() == runs[0] / "report.html"
+    differences = browser.evaluate("document.querySelector('#differences').innerText")
+    assert "imgsz" in differences and "960" in differences and "multi_scale" in differences
+    assert "optimizer" not in differences
+    lines = "document.querySelector('.chart').querySelectorAll('path.series').length"
+    assert browser.evaluate(lines) == 2
+    assert browser.evaluate("document.querySelectorAll('.chart').length") >= 12
+    best = browser.evaluate(
+        "[...document.querySelectorAll('td.best')].map(cell => cell.closest('tr').cells[0].textContent)"
+    )
+    assert set(best) == {"second/exp"} or "second/exp" in best
+    browser.resize(400, 800)
+    browser.settle()
+    assert browser.evaluate("document.documentElement.scrollWidth") <= 400

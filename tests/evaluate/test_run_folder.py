@@ -1,0 +1,168 @@
+"""What is read back from a run's folder, whole or damaged, and what is advised on it."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+
+import numpy as np
+import pytest
+
+from tests.evaluate.run_kit import epoch_columns, make_run
+from utils.evaluate.advice import advise, best_row
+from utils.evaluate.run_folder import MAX_ROWS, command, read_columns, read_run
+from utils.evaluate.warning_file import WarningRecorder, read_warnings
+from utils.files import read_yaml
+from utils.log import LOGGER
+from utils.options import TrainOptions
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("runs") / "exp")
+
+
+def test_a_whole_folder(run):
+    found = read_run(run)
+    json.dumps(found, allow_nan=False)
+    assert found["name"] == "exp" and found["epochs"] == 8
+    assert found["results"]["metrics/recall"][0] is None, "an epoch without validation has no figures"
+    assert found["best"] == 7
+    assert found["train_s"] == pytest.approx(8 * 200 / 100)
+    assert found["data"]["splits"]["train"]["background"] == 3
+    assert {file["name"] for file in found["files"]} >= {"results.csv", "weights/best.pt", "evaluation.json"}
+    assert found["evaluation"]["map"] is not None
+
+
+def test_links_lead_from_the_page_to_the_files(run, tmp_path):
+    page = tmp_path / "page"
+    page.mkdir()
+    for entry in read_run(run, page)["files"]:
+        assert (page / entry["link"]).resolve() == (run / entry["name"]).resolve()
+
+
+@pytest.mark.parametrize("name", ["results.csv", "monitor.csv", "data_report.json", "evaluation.json", "opt.yaml"])
+@pytest.mark.parametrize("content", [None, "", "\0\1 nonsense {", '{"a": 1', "[]"])
+def test_absent_and_damaged_files_are_left_out(tmp_path, name, content):
+    folder = make_run(tmp_path / "exp", epochs=2)
+    path = folder / name
+    path.unlink() if content is None else path.write_text(content)
+    json.dumps(read_run(folder), allow_nan=False)
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="not a run's folder"):
+        read_run(tmp_path)
+    with pytest.raises(FileNotFoundError, match="runs/train/exp"):
+        read_run(tmp_path / "absent")
+
+
+def test_long_tables_are_thinned_with_first_and_last_row(tmp_path):
+    path = tmp_path / "monitor.csv"
+    path.write_text("step, a\n" + "".join(f"{step},{step / 2}\n" for step in range(100_001)) + "5,\n")
+    columns = read_columns(path)
+    assert MAX_ROWS / 2 < len(columns["step"]) <= MAX_ROWS + 1
+    assert columns["step"][0] == 0 and columns["step"][-1] == 5 and math.isnan(columns["a"][-1])
+
+
+def test_the_command_repeats_the_run(run):
+    given = TrainOptions(cfg="a b.yaml", epochs=7, amp=False, freeze=[3, 4], cos_restarts=[5.0], multi_scale=True)
+    words = shlex.split(command(given.to_dict(), run))
+    assert words[:2] == ["python", "train_dual.py"]
+    again = TrainOptions.from_cli(words[2:]).to_dict()
+    assert again.pop("hyp") == str(run / "hyp.yaml")
+    assert again == {name: value for name, value in given.to_dict().items() if name != "hyp"}
+    assert "--weights ''" in command(read_yaml(run / "opt.yaml"), run)
+
+
+# --- advice -----------------------------------------------------------------------------------------------------------
+
+
+def columns(**changes):
+    table = {name: values.copy() for name, values in epoch_columns(21).items()}
+    for values in table.values():
+        values[::2] = values[1::2].tolist() + [values[-2]]  # every epoch validated
+    table["epoch"] = np.arange(21.0)
+    return {name: values.tolist() for name, values in {**table, **changes}.items()}
+
+
+def test_nothing_is_advised_on_a_good_run_that_goes_on():
+    assert advise(columns(), {}, epochs=100) == []
+
+
+def test_advice_on_accuracy_that_stays_at_zero():
+    zero = np.zeros(21)
+    (line,) = advise(columns(**{"metrics/mAP_0.5": zero, "metrics/mAP_0.5:0.95": zero}), {}, epochs=100)
+    assert "still 0" in line and "train_batch0.jpg" in line
+
+
+def test_advice_on_a_validation_loss_that_rises():
+    rising = abs(np.arange(21.0) - 5) + 3
+    lines = advise(columns(**{"val/box_loss": rising}), {}, epochs=100)
+    assert len(lines) == 1 and "lowest in epoch" in lines[0] and "mosaic" in lines[0]
+
+
+def test_advice_on_a_run_that_ended_while_rising():
+    (line,) = advise(columns(), {}, epochs=21, last="runs/exp/weights/last.pt")
+    assert "--resume runs/exp/weights/last.pt --epochs 42" in line
+
+
+def test_advice_on_sizes_classes_and_rare_labels():
+    evaluation = {
+        "coco": {"ap_small": 0.1, "ap_medium": 0.5},
+        "sizes": {"labels": [100, 60, 30, 10]},
+        "classes": [{"class": 0, "name": "cat", "labels": 90}, {"class": 1, "name": "dog", "labels": 10}],
+        "confusion": {"size": 3, "cells": [[0, 0, 60], [1, 0, 20], [2, 0, 10], [0, 1, 1], [1, 2, 50]]},
+    }
+    small, mixed, rare = advise({}, evaluation, epochs=10)
+    assert "--img" in small and "60 of 100" in small
+    assert mixed.startswith("20 of 90 'cat' were taken for 'dog'")
+    assert "dog" in rare and "1 class" in rare
+
+
+def test_best_row_is_that_of_the_best_fitness():
+    table = epoch_columns(6)
+    table["metrics/mAP_0.5:0.95"][3] = 0.9
+    assert best_row({name: values.tolist() for name, values in table.items()}) == 3
+    assert best_row({}) is None and best_row({"epoch": [0.0]}) is None
+
+
+# --- warnings ---------------------------------------------------------------------------------------------------------
+
+
+def test_warnings_are_kept_counted_and_survive_a_resume(tmp_path):
+    recorder = WarningRecorder()
+    try:
+        LOGGER.warning("before there is a folder")
+        LOGGER.info("no warning")
+        recorder.write_to(tmp_path)
+        LOGGER.warning("twice")
+        LOGGER.warning("twice")
+    finally:
+        recorder.close()
+    LOGGER.warning("after the end")
+    assert [(entry["text"], entry["count"]) for entry in read_warnings(tmp_path)] == [
+        ("before there is a folder", 1),
+        ("twice", 2),
+    ]
+    again = WarningRecorder()
+    try:
+        LOGGER.warning("twice")
+        again.write_to(tmp_path, keep=True)
+    finally:
+        again.close()
+    assert {entry["text"]: entry["count"] for entry in read_warnings(tmp_path)} == {
+        "before there is a folder": 1,
+        "twice": 3,
+    }
+
+
+def test_warnings_of_an_older_run_in_the_folder_are_dropped(tmp_path):
+    (tmp_path / "warnings.json").write_text('[{"text": "old", "count": 1, "first": ""}]')
+    recorder = WarningRecorder()
+    recorder.write_to(tmp_path)
+    recorder.close()
+    assert read_warnings(tmp_path) == []
+    (tmp_path / "warnings.json").write_text("{")
+    assert read_warnings(tmp_path) == []

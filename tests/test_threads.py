@@ -1,0 +1,89 @@
+"""Chains of generators that run side by side: order, errors in their place, an end when the consumer leaves."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from utils.threads import Overlap, ordered_map
+
+
+def test_links_keep_the_order() -> None:
+    with Overlap(2) as overlap:
+        doubled = (2 * number for number in overlap.ahead(range(50)))
+        assert list(overlap.ahead(doubled)) == [2 * number for number in range(50)]
+
+
+def test_links_run_side_by_side() -> None:
+    """The step makes the next item while the consumer is still busy with this one."""
+    made = [threading.Event() for _ in range(6)]
+
+    def step() -> Iterator[int]:
+        for number, event in enumerate(made):
+            event.set()
+            yield number
+
+    with Overlap(1) as overlap:
+        for number in overlap.ahead(step()):
+            assert made[min(number + 1, 5)].wait(5)
+
+
+@pytest.mark.parametrize("error", [OSError("disk gone"), KeyboardInterrupt()])
+def test_errors_arrive_behind_what_was_finished(error: BaseException) -> None:
+    def failing() -> Iterator[int]:
+        yield from (1, 2)
+        raise error
+
+    received = []
+    with pytest.raises(type(error)), Overlap(5) as overlap:
+        for item in overlap.ahead(number for number in overlap.ahead(failing())):
+            time.sleep(0.02)  # the error is there long before
+            received.append(item)
+    assert received == [1, 2]
+
+
+@pytest.mark.parametrize("depth", [1, 4])
+def test_threads_end_and_generators_close_when_the_consumer_leaves(depth: int) -> None:
+    produced, closed = [], []
+
+    def endless() -> Iterator[int]:
+        try:
+            while True:
+                produced.append(len(produced))
+                yield produced[-1]
+        finally:
+            closed.append(threading.current_thread())
+
+    before = threading.active_count()
+    with Overlap(depth) as overlap:
+        items = overlap.ahead(number for number in overlap.ahead(endless()))
+        assert [next(items), next(items)] == [0, 1]
+    assert threading.active_count() == before and len(closed) == 1
+    assert len(produced) <= 2 * depth + 6  # bounded: what waits, and what each link holds
+
+
+def test_a_map_over_threads_keeps_the_order_and_is_bounded() -> None:
+    started = []
+
+    def work(number: int) -> int:
+        started.append(number)
+        time.sleep(0.01 * (number % 3 == 0))
+        return number * number
+
+    with ThreadPoolExecutor(3) as pool:
+        results = ordered_map(pool, work, iter(range(30)), ahead=4)
+        assert next(results) == 0
+        assert len(started) <= 5
+        assert list(results) == [number * number for number in range(1, 30)]
+
+
+def test_an_error_in_a_map_arrives_in_its_place() -> None:
+    with ThreadPoolExecutor(2) as pool:
+        results = ordered_map(pool, lambda number: 1 // (3 - number), range(9), ahead=4)
+        assert [next(results) for _ in range(3)] == [0, 0, 1]
+        with pytest.raises(ZeroDivisionError):
+            next(results)

@@ -1,0 +1,106 @@
+"""Where training pictures are put together: what the options say, what is refused, and whole runs that use it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from utils.data.pool import PoolSettings
+from utils.options import TrainOptions
+from utils.train import loaders
+from utils.train.loaders import pool_settings
+from utils.train.monitor import read_results
+from utils.train.trainer import Trainer
+
+MakeOptions = Callable[..., TrainOptions]
+CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
+
+
+@pytest.mark.parametrize(
+    ("options", "is_cached", "budget", "is_required"),
+    [
+        ({}, False, 0, False),
+        ({"augment": "gpu"}, False, 0, True),
+        ({"cache": "gpu"}, True, 0, True),
+        ({"cache": "gpu:2.5", "augment": "gpu"}, True, 5 << 29, True),
+        ({"cache": "ram"}, False, 0, False),
+    ],
+)
+def test_pool_that_the_options_ask_for(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, object], is_cached: bool, budget: int, is_required: bool
+) -> None:
+    monkeypatch.setattr(loaders, "has_triton", lambda: True)
+    settings = pool_settings(TrainOptions(**options), CUDA)
+    assert settings == PoolSettings(CUDA, is_cached=is_cached, budget_bytes=budget, is_required=is_required)
+
+
+def test_what_leaves_pictures_to_the_loader_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loaders, "has_triton", lambda: True)
+    for options, device in (
+        ({}, CPU),
+        ({}, torch.device("mps")),
+        ({"augment": "cpu"}, CUDA),
+        ({"mosaic_cache": 9}, CUDA),
+    ):
+        assert pool_settings(TrainOptions(**options), device) is None
+    monkeypatch.setattr(loaders, "has_triton", lambda: False)
+    assert pool_settings(TrainOptions(), CUDA) is None
+    assert pool_settings(TrainOptions(augment="gpu"), CUDA) is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"augment": "gpu"}, "--augment gpu needs a CUDA device; leave it out or use --augment cpu"),
+        ({"cache": "gpu:3"}, "--cache gpu:3 needs a CUDA device; use --cache ram"),
+    ],
+)
+def test_no_cuda_device(make_options: MakeOptions, options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Trainer(make_options(**options))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cache": "gpu:"}, "--cache gpu:: expected ram, disk, val, gpu or gpu:GB"),
+        ({"cache": "gpu:lots"}, "expected ram, disk, val, gpu or gpu:GB"),
+        ({"cache": "gpu", "augment": "cpu"}, "--augment cpu leaves that to the loader processes"),
+        ({"cache": "gpu", "mosaic_cache": 5}, "--mosaic-cache 5 leaves that to the loader processes"),
+        ({"augment": "gpu", "mosaic_cache": 5}, "--augment gpu makes mosaics anew"),
+    ],
+)
+def test_options_that_exclude_each_other(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TrainOptions(**options)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_with_plans_is_the_uninterrupted_one(
+    make_options: MakeOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole runs with a ring on the CPU: the loader processes plan, the trainer's side puts the pictures together."""
+    ring = PoolSettings(CPU, budget_bytes=16 * 3 * 64 * 64, use_triton=False)
+    monkeypatch.setattr(loaders, "pool_settings", lambda *_: ring)
+    whole = make_options(epochs=3, close_mosaic=1, name="whole", hyp="hyp/hyp.scratch-high.yaml")
+    Trainer(whole).fit()
+    parted = make_options(epochs=3, close_mosaic=1, name="parted", hyp="hyp/hyp.scratch-high.yaml")
+    trainer = Trainer(parted)
+    assert trainer.train_loader.composer is not None
+    end_epoch = trainer.end_epoch
+
+    def stop_after_the_first(record: dict[str, float]) -> object:
+        end_epoch(record)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trainer, "end_epoch", stop_after_the_first)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit()
+    trainer.lock = None  # as if the process had ended
+    Trainer(TrainOptions(resume=str(Path(parted.project) / "parted" / "weights" / "last.pt"))).fit()
+    columns = [read_results(Path(parted.project) / name / "results.csv") for name in ("whole", "parted")]
+    for name in ("train/box_loss", "train/cls_loss", "train/dfl_loss"):
+        assert columns[0][name] == pytest.approx(columns[1][name], rel=1e-6), name

@@ -1,0 +1,118 @@
+"""The run report: one page that holds everything worth looking at in a run's folder, and opens without a network.
+
+``python -m utils.evaluate.report RUN`` writes RUN/report.html; several runs are compared in one page. The page is data
+(what ``run_folder`` reads) with scripts and styles of our own in the same file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from utils.cli import run_script
+from utils.evaluate.run_folder import read_run
+from utils.files import write_text_atomic
+from utils.log import LOGGER
+
+REPORT_NAME, COMPARISON_NAME = "report.html", "comparison.html"
+ASSETS = Path(__file__).parent / "assets"
+SCRIPTS = ("charts.js", "page.js", "compare.js")  # in the order in which they need each other
+# Nothing may be fetched: the page is complete, and names in the data cannot smuggle anything in.
+POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<link rel="icon" href="data:,">
+<title>{title}</title>
+<style>
+{style}</style>
+</head>
+<body>
+<main><noscript>This report is drawn by a script inside this file; please allow it to run.</noscript></main>
+<script type="application/json" id="data">{data}</script>
+<script>
+{script}</script>
+</body>
+</html>
+"""
+
+
+def write_report(run_folder: str | Path) -> Path | None:
+    """Write report.html into the folder of a run, from what lies there, and return its path.
+
+    Made for the end of every epoch: cheap, replaces the old file in one piece, and never ends a training. Where it
+    cannot be written one line says so, and None is returned.
+    """
+    path = Path(run_folder) / REPORT_NAME
+    try:
+        write_text_atomic(path, render([read_run(run_folder)]))
+    except (OSError, ValueError) as error:
+        LOGGER.warning(f"{path} was not written: {error}")
+        return None
+    return path
+
+
+def write_comparison(run_folders: Sequence[str | Path], path: str | Path) -> Path:
+    """Write one page that compares several runs.
+
+    Raises:
+        FileNotFoundError: a folder is absent, or is no run's folder.
+    """
+    path = Path(path)
+    runs = [read_run(folder, path.parent) for folder in run_folders]
+    for run, folder in zip(runs, run_folders, strict=True):
+        own = Path(folder) / REPORT_NAME
+        if own.is_file():
+            run["report"] = quote(Path(os.path.relpath(own.resolve(), path.parent.resolve())).as_posix())
+    write_text_atomic(path, render(runs))
+    return path
+
+
+def render(runs: Sequence[dict[str, Any]]) -> str:
+    """Return the page of some runs, as ``run_folder.read_run`` describes them."""
+    data = {"written": time.strftime("%Y-%m-%d %H:%M:%S"), "runs": runs}
+    # Inside a script element only "<" could end the data early.
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    title = runs[0]["name"] if len(runs) == 1 else f"{len(runs)} runs"
+    return PAGE.format(
+        policy=POLICY,
+        title=title.replace("&", "&amp;").replace("<", "&lt;"),
+        style=(ASSETS / "report.css").read_text(encoding="utf-8"),
+        data=text,
+        script="".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS),
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the report of one run, or the comparison of several, as the command line says."""
+    parser = argparse.ArgumentParser(
+        prog="python -m utils.evaluate.report", description="Write the report of a run, or compare several runs."
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, for example runs/train/exp")
+    parser.add_argument(
+        "--output", default="", help=f"file of the comparison; '' = {COMPARISON_NAME} beside the first run"
+    )
+    options = parser.parse_args(argv)
+    if len(options.runs) == 1 and not options.output:
+        read_run(options.runs[0])  # says what is wrong with the folder, where write_report only warns
+        path = write_report(options.runs[0])
+    else:
+        target = options.output or Path(options.runs[0]).resolve().parent / COMPARISON_NAME
+        path = write_comparison(options.runs, target)
+    if path is None:
+        return 1
+    LOGGER.info(f"Report: {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    run_script(main)

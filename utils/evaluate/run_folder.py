@@ -1,0 +1,220 @@
+"""A run's folder read back as plain data, for the report. Whatever is absent or damaged there is just left out."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from utils.data.report import hints
+from utils.evaluate.advice import advise, best_row, validated
+from utils.evaluate.record import FILE_NAME as EVALUATION
+from utils.evaluate.warning_file import read_warnings
+from utils.files import read_yaml
+from utils.options import TrainOptions
+
+MAX_ROWS = 1200  # of a table; more points than a screen has columns
+IRRELEVANT = {"save_dir", "resume", "hyp"}  # in opt.yaml, and no part of the command that repeats the run
+FILES = {  # what a folder may hold, in the order of a reader's interest
+    "weights/best.pt": "weights of the best epoch",
+    "weights/last.pt": "last epoch, for --resume",
+    "results.csv": "one row per epoch",
+    "monitor.csv": "one row every few steps",
+    "results.png": "curves of the epochs",
+    "monitor.png": "curves of the steps",
+    "lr.png": "learning rates",
+    "confusion_matrix.png": "which class is taken for which",
+    "confusion_matrix.csv": "the same as counts",
+    "PR_curve.png": "precision over recall",
+    "F1_curve.png": "F1 over confidence",
+    "P_curve.png": "precision over confidence",
+    "R_curve.png": "recall over confidence",
+    "evaluation.json": "all figures of the last validation",
+    "data_report.json": "what the scan of the data found",
+    "data_train.jpg": "training pictures with their labels",
+    "data_val.jpg": "validation pictures with their labels",
+    "labels.jpg": "how many objects, where, how large",
+    "labels_correlogram.jpg": "position and size of objects, in pairs",
+    "opt.yaml": "all options",
+    "hyp.yaml": "hyper-parameters",
+    "warnings.json": "all warnings",
+}
+GROUPS = {  # files with numbers in their names
+    "train_batch*.jpg": "batch as the network sees it",
+    "val_batch*_labels.jpg": "validation pictures with labels",
+    "val_batch*_pred.jpg": "validation pictures with detections",
+    "*_predictions.json": "detections in COCO's form",
+}
+
+
+def read_run(folder: str | Path, page_folder: str | Path | None = None) -> dict[str, Any]:
+    """Return everything the report shows of a run; links are relative to ``page_folder``, by default the run's.
+
+    Raises:
+        FileNotFoundError: no such folder, or nothing in it that a run leaves.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is no folder; give the folder of a run, for example runs/train/exp")
+    options = _read(read_yaml, folder / "opt.yaml") or {}
+    results = _read(read_columns, folder / "results.csv") or {}
+    evaluation = _read(_read_json, folder / EVALUATION) or {}
+    if not (options or results or evaluation):
+        raise FileNotFoundError(f"{folder} holds neither opt.yaml, results.csv nor {EVALUATION}: not a run's folder")
+    data = _read(_read_json, folder / "data_report.json") or {}
+    hyp = options.pop("hyp", {})
+    epochs = int(options.get("epochs", 0) or 0)
+    return {
+        "name": folder.resolve().name,
+        "folder": str(folder),
+        "command": command(options, folder) if options else "",
+        "options": {name: _plain(value) for name, value in options.items()},
+        "hyp": hyp if isinstance(hyp, Mapping) else {},
+        "epochs": epochs,
+        "results": {name: _known(column) for name, column in without_zeros(results).items()},
+        "best": best_row(results),
+        "train_s": training_seconds(results, data),
+        "monitor": {name: _known(c) for name, c in (_read(read_columns, folder / "monitor.csv") or {}).items()},
+        "evaluation": evaluation,
+        "data": summarise_data(data),
+        "warnings": read_warnings(folder),
+        "advice": [
+            *(_read(_data_hints, data) or []),
+            *(
+                _read(partial(advise, results, epochs=epochs, last=str(folder / "weights" / "last.pt")), evaluation)
+                or []
+            ),
+        ],
+        "files": list_files(folder, Path(page_folder or folder)),
+    }
+
+
+def _read(reader: Callable[[Any], Any], source: Any) -> Any:
+    """Return what ``reader`` makes of ``source``; None where that is absent, half written or of another program."""
+    try:
+        return reader(source)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} should hold a JSON object")
+    return content
+
+
+def read_columns(path: str | Path, max_rows: int = MAX_ROWS) -> dict[str, list[float]]:
+    """Read a CSV table of numbers; of long tables every k-th row and the last one. Unknown cells are NaN.
+
+    Rows are chosen before they are parsed, so a table of any length takes a fraction of a second.
+    """
+    lines = [line for line in Path(path).read_text(encoding="utf-8").split("\n") if line.strip()]
+    header = [name.strip() for name in lines[0].split(",")]
+    body = lines[1:]
+    step = math.ceil(len(body) / max_rows)
+    chosen = body[:: max(step, 1)]
+    if body and chosen[-1] is not body[-1]:
+        chosen.append(body[-1])
+    rows = [[*row, *[""] * (len(header) - len(row))] for row in csv.reader(chosen)]
+    return {name: [_number(row[column]) for row in rows] for column, name in enumerate(header)}
+
+
+def _number(cell: str) -> float:
+    try:
+        return float(cell)
+    except ValueError:
+        return math.nan
+
+
+def without_zeros(results: Mapping[str, Sequence[float]]) -> dict[str, Sequence[float]]:
+    """Return the columns with NaN in place of the zeros that stand for epochs without validation."""
+    rows = set(validated(results))
+    return {
+        name: [value if row in rows else math.nan for row, value in enumerate(column)]
+        if name.startswith(("metrics/", "val/", "coco/"))
+        else column
+        for name, column in results.items()
+    }
+
+
+def _known(column: Sequence[float]) -> list[float | None]:
+    """Return the column as JSON can hold it: None for what is not a finite number."""
+    return [value if math.isfinite(value) else None for value in column]
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, (str, int, float, bool, type(None))) else " ".join(map(str, value))
+
+
+def command(options: Mapping[str, Any], folder: Path) -> str:
+    """Return the command line that repeats a run: the options that differ from their defaults."""
+    words = ["python", "train_dual.py"]
+    for item in fields(TrainOptions):
+        default = item.default if item.default is not MISSING else item.default_factory()  # type: ignore[misc]
+        value = options.get(item.name, default)
+        if item.name in IRRELEVANT or value == default:
+            continue
+        flag = "--" + item.name.replace("_", "-")
+        if isinstance(value, bool) and isinstance(default, bool):
+            words.append(flag if value else flag.replace("--", "--no-", 1))
+        else:
+            words += [flag, *(map(str, value) if isinstance(value, list) else [str(value)])]
+    if not options.get("weights"):
+        words += ["--weights", ""]
+    return shlex.join([*words, "--hyp", str(folder / "hyp.yaml")])
+
+
+def training_seconds(results: Mapping[str, Sequence[float]], data: Mapping[str, Any]) -> float | None:
+    """Return the time that went into training, validation not counted: pictures of an epoch through their speed."""
+    pictures = (data.get("train") or {}).get("used")
+    speeds = [speed for speed in results.get("train/img_per_s", ()) if speed > 0]
+    return sum(pictures / speed for speed in speeds) if pictures and speeds else None
+
+
+def summarise_data(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the counts of data_report.json without its lists of files."""
+    splits = {}
+    for split in ("train", "val", "test"):
+        entry = report.get(split)
+        if not isinstance(entry, Mapping):
+            continue
+        splits[split] = {
+            "pictures": entry.get("used"),
+            "objects": entry.get("objects"),
+            "background": sum((entry.get("background") or {}).values()),
+            "left out": (entry.get("left_out") or {}).get("count"),
+            "rows refused": (entry.get("rows_refused") or {}).get("count"),
+            "rows clipped": (entry.get("rows_clipped") or {}).get("count"),
+            "duplicate rows": (entry.get("duplicate_rows") or {}).get("count"),
+            "small objects": (entry.get("object_sizes") or {}).get("small"),
+            "medium objects": (entry.get("object_sizes") or {}).get("medium"),
+            "large objects": (entry.get("object_sizes") or {}).get("large"),
+            "classes": [[c.get("id"), c.get("name"), c.get("objects")] for c in entry.get("classes") or []],
+        }
+    return {"imgsz": report.get("imgsz"), "splits": splits} if splits else {}
+
+
+def _data_hints(report: Mapping[str, Any]) -> list[str]:
+    return hints({split: entry for split, entry in report.items() if isinstance(entry, Mapping)})
+
+
+def list_files(folder: Path, page_folder: Path) -> list[dict[str, Any]]:
+    """Return the files of a run that are there: relative link, size in bytes, and what each is."""
+    found = [(name, text) for name, text in FILES.items() if (folder / name).is_file()]
+    for pattern, text in GROUPS.items():
+        found += [(path.name, text) for path in sorted(folder.glob(pattern)) if path.is_file()]
+    found += [(path.relative_to(folder).as_posix(), "checkpoint") for path in sorted(folder.glob("weights/epoch*.pt"))]
+    base = Path(os.path.relpath(folder.resolve(), page_folder.resolve()))
+    return [
+        {"name": name, "link": quote((base / name).as_posix()), "bytes": (folder / name).stat().st_size, "text": text}
+        for name, text in found
+    ]

@@ -1,0 +1,239 @@
+"""Average precision by object size as COCO defines it, for any data set, without pycocotools.
+
+What differs from the figures in ``metrics``: a detection whose best label is taken may win its second best; at most
+100 detections of a class count in an image; precision is the plain mean over 101 recalls; sizes are box areas in
+pixels of the original image. Labels outside of a range of sizes, and what is found of them, count neither way there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from utils.evaluate.coco import CocoFigures
+
+SIZE_NAMES = ("all", "small", "medium", "large")
+SMALL_AREA, MEDIUM_AREA, LARGEST_AREA = 32.0**2, 96.0**2, 1e10  # square pixels; both ends of a range belong to it
+RANGES = np.array(
+    [(0, LARGEST_AREA), (0, SMALL_AREA), (SMALL_AREA, MEDIUM_AREA), (MEDIUM_AREA, LARGEST_AREA)]
+)  # (A, 2)
+THRESHOLDS = np.linspace(0.5, 0.95, 10)  # (T,)
+RECALLS = np.linspace(0, 1, 101)
+MAX_DETECTIONS = (1, 10, 100)  # of a class in an image
+COLUMNS = ("AP", "AP50", "AP75", "AP_small", "AP_medium", "AP_large", "AR")  # of results.csv, behind "coco/"
+PIXEL_DIGITS = 3  # boxes are compared to a thousandth of a pixel: the noise of scaling would move sizes over limits
+
+
+@dataclass(frozen=True)
+class Instances:
+    """Boxes of a whole data set, detections or labels."""
+
+    image: np.ndarray  # (n,) number of the image, rising
+    number: np.ndarray  # (n,) class
+    boxes: np.ndarray  # (n, 4) x1 y1 x2 y2 in pixels of the original image
+    confidence: np.ndarray | None = None  # (n,) of detections
+
+    def rounded(self) -> np.ndarray:
+        """Return the boxes in double precision, without the noise of scaling."""
+        return self.boxes.astype(np.float64).round(PIXEL_DIGITS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeFigures:
+    """COCO's twelve figures, and AP per class and size."""
+
+    total: CocoFigures
+    classes: np.ndarray  # (K,) class numbers that occur in the labels
+    ap: np.ndarray  # (K, 4) mean AP of each class for SIZE_NAMES; NaN where it has no such label
+    labels: np.ndarray  # (K, 4) number of labels of each class and size
+
+    def columns(self) -> dict[str, float]:
+        """Return the columns of results.csv; NaN where nothing could be measured."""
+        total = self.total
+        values = (total.ap, total.ap50, total.ap75, total.ap_small, total.ap_medium, total.ap_large, total.ar100)
+        return {f"coco/{name}": float("nan") if v < 0 else v for name, v in zip(COLUMNS, values, strict=True)}
+
+
+def size_figures(detections: Instances, labels: Instances, pairs: np.ndarray) -> SizeFigures:
+    """Return COCO's figures of ``detections`` against ``labels``.
+
+    Args:
+        pairs: (P, 2) row of a detection and row of a label of the same image and class; complete for all pairs whose
+            IoU reaches 0.5, others do no harm.
+    """
+    boxes, truth = detections.rounded(), labels.rounded()
+    rank = _ranks(detections)
+    known = rank < MAX_DETECTIONS[-1]
+    outside = _is_outside(_areas(boxes))  # (A, N)
+    ignored = _is_outside(_areas(truth))  # (A, M)
+    pairs = pairs[known[pairs[:, 0]]]
+    candidates, hits = _match(pairs, _pair_iou(boxes, truth, pairs), rank, detections, ignored)
+    classes = np.unique(labels.number)
+    inside = np.array([(~ignored[:, labels.number == number]).sum(1) for number in classes]).reshape(-1, len(RANGES))
+    precision = np.full((len(THRESHOLDS), len(classes), len(RANGES)), -1.0)  # (T, K, A)
+    recall = np.full((len(MAX_DETECTIONS), *precision.shape), -1.0)  # (D, T, K, A)
+    row_of = np.full(len(boxes), -1)
+    row_of[candidates] = np.arange(len(candidates))
+    for column, number in enumerate(classes):
+        mine = np.flatnonzero((detections.number == number) & known)
+        mine = mine[np.argsort(-detections.confidence[mine], kind="stable")]
+        found = _ClassHits.gather(mine, row_of, hits, outside, rank)
+        precision[:, column], recall[:, :, column] = _curve_figures(found, inside[column])
+    per_class = np.where(inside > 0, precision.mean(0), np.nan)
+    return SizeFigures(total=_totals(precision, recall), classes=classes.astype(int), ap=per_class, labels=inside)
+
+
+def _areas(boxes: np.ndarray) -> np.ndarray:
+    return (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
+
+
+def _is_outside(areas: np.ndarray) -> np.ndarray:
+    """Return for each range of sizes which areas (n,) it does not hold, (A, n)."""
+    return (areas < RANGES[:, :1]) | (areas > RANGES[:, 1:])
+
+
+def _ranks(detections: Instances) -> np.ndarray:
+    """Return the place of each detection among those of its image and class, by falling confidence, (N,)."""
+    order = np.lexsort((-detections.confidence, detections.number, detections.image))
+    image, number = detections.image[order], detections.number[order]
+    is_first = np.ones(len(order), bool)
+    is_first[1:] = (image[1:] != image[:-1]) | (number[1:] != number[:-1])
+    begin = np.flatnonzero(is_first)
+    rank = np.empty(len(order), np.int64)
+    rank[order] = np.arange(len(order)) - np.repeat(begin, np.diff([*begin, len(order)]))
+    return rank
+
+
+def _pair_iou(boxes: np.ndarray, truth: np.ndarray, pairs: np.ndarray) -> np.ndarray:
+    """Return the IoU of each pair, (P,)."""
+    one, other = boxes[pairs[:, 0]], truth[pairs[:, 1]]
+    sides = np.minimum(one[:, 2:], other[:, 2:]) - np.maximum(one[:, :2], other[:, :2])
+    shared = sides.clip(0).prod(1)
+    return shared / np.maximum(_areas(one) + _areas(other) - shared, np.finfo(float).tiny)
+
+
+@dataclass(frozen=True)
+class _Hits:
+    """For C detections that overlap some label: whether they won one, and whether that one is out of the range."""
+
+    won: np.ndarray  # (T, A, C) bool
+    void: np.ndarray  # (T, A, C) bool
+
+
+def _match(
+    pairs: np.ndarray, overlap: np.ndarray, rank: np.ndarray, detections: Instances, ignored: np.ndarray
+) -> tuple[np.ndarray, _Hits]:
+    """Hand out labels to detections; return the C detections that overlap any, and what they won.
+
+    Detections of one image and class come one after the other, best first; those of different ones side by side. Each
+    takes the label it overlaps most of those still free, one in the range of sizes before any outside of it.
+    """
+    pairs, overlap = pairs[overlap >= THRESHOLDS[0]], overlap[overlap >= THRESHOLDS[0]]
+    order = np.lexsort((pairs[:, 1], pairs[:, 0]))
+    pairs, overlap = pairs[order], overlap[order]
+    candidates, first, count = np.unique(pairs[:, 0], return_index=True, return_counts=True)
+    place = np.arange(len(pairs)) - np.repeat(first, count)
+    row = np.repeat(np.arange(len(candidates)), count)
+    label = np.zeros((len(candidates), count.max(initial=1)), np.int64)  # (C, P)
+    label[row, place] = pairs[:, 1]
+    value = np.full(label.shape, -1.0)
+    value[row, place] = overlap
+
+    shape = (len(THRESHOLDS), len(RANGES))
+    hits = _Hits(np.zeros((*shape, len(candidates)), bool), np.zeros((*shape, len(candidates)), bool))
+    taken = np.zeros((*shape, ignored.shape[1]), bool)  # (T, A, M)
+    turns = _turns(candidates, rank, detections)
+    for turn in range(turns.max(initial=-1) + 1):
+        now = np.flatnonzero(turns == turn)
+        _one_turn(now, label[now], value[now], ignored, taken, hits)
+    return candidates, hits
+
+
+def _turns(candidates: np.ndarray, rank: np.ndarray, detections: Instances) -> np.ndarray:
+    """Return when each candidate has its turn, (C,): its place among those of its image and class."""
+    return _ranks(Instances(detections.image[candidates], detections.number[candidates], rank[:0], -rank[candidates]))
+
+
+def _one_turn(
+    now: np.ndarray, label: np.ndarray, value: np.ndarray, ignored: np.ndarray, taken: np.ndarray, hits: _Hits
+) -> None:
+    """Let candidates ``now`` (n,) choose of ``label`` (n, P) with overlaps ``value``; no two of them compete."""
+    free = (value >= THRESHOLDS[:, None, None, None]) & ~taken[:, :, label]  # (T, A, n, P)
+    is_void = ignored[:, label]  # (A, n, P)
+    appeal = np.where(free, value + 2 * ~is_void, -1.0)
+    best = appeal.shape[-1] - 1 - appeal[..., ::-1].argmax(-1)  # of equal ones the last, as the referee does
+    won = np.take_along_axis(appeal, best[..., None], -1)[..., 0] >= 0  # (T, A, n)
+    chosen = np.take_along_axis(np.broadcast_to(label, appeal.shape), best[..., None], -1)[..., 0]
+    hits.won[..., now] = won
+    hits.void[..., now] = won & np.take_along_axis(ignored[None], chosen, -1)
+    threshold, size, _ = np.nonzero(won)
+    taken[threshold, size, chosen[won]] = True
+
+
+@dataclass(frozen=True)
+class _ClassHits:
+    """The c detections of one class that overlap a label, by falling confidence; those neither right nor wrong count
+    neither way. The others can only be false alarms, and are just counted."""
+
+    right: np.ndarray  # (T, A, c) bool
+    wrong: np.ndarray  # (T, A, c) bool
+    alarms: np.ndarray  # (A, c) false alarms of the others that are more confident
+    rank: np.ndarray  # (c,)
+
+    @classmethod
+    def gather(
+        cls, mine: np.ndarray, row_of: np.ndarray, hits: _Hits, outside: np.ndarray, rank: np.ndarray
+    ) -> _ClassHits:
+        """Look up the detections ``mine`` (n,) of a class, sorted by falling confidence."""
+        rows, is_outside = row_of[mine], outside[:, mine]
+        overlapping = np.flatnonzero(rows >= 0)
+        won, void = (part[..., rows[overlapping]] for part in (hits.won, hits.void))
+        return cls(
+            right=won & ~void,
+            wrong=~won & ~is_outside[:, overlapping],
+            alarms=(~is_outside & (rows < 0)).cumsum(-1)[:, overlapping],
+            rank=rank[mine[overlapping]],
+        )
+
+
+def _curve_figures(found: _ClassHits, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return precision (T, A), meant over the recalls, and recall (D, T, A) of one class; -1 without such labels."""
+    shape = found.right.shape[:2]
+    precision, recall = np.full(shape, -1.0), np.full((len(MAX_DETECTIONS), *shape), -1.0)
+    right = found.right.cumsum(-1)
+    # Precision is best where a detection is right, so the curve may leave out those that overlap nothing.
+    shares = right / np.maximum(right + found.wrong.cumsum(-1) + found.alarms, 1)
+    best = np.maximum.accumulate(shares[..., ::-1], -1)[..., ::-1]
+    for size in np.flatnonzero(wanted):
+        for row, limit in enumerate(MAX_DETECTIONS):
+            recall[row, :, size] = found.right[:, size, found.rank < limit].sum(-1) / wanted[size]
+        for column in range(shape[0]):
+            reached = np.searchsorted(right[column, size] / wanted[size], RECALLS)
+            reached = reached[reached < best.shape[-1]]
+            precision[column, size] = best[column, size, reached].sum() / len(RECALLS)
+    return precision, recall
+
+
+def _totals(precision: np.ndarray, recall: np.ndarray) -> CocoFigures:
+    """Return the twelve figures from precision (T, K, A) and recall (D, T, K, A); -1 marks what was not there."""
+
+    def mean(values: np.ndarray) -> float:
+        values = values[values > -1]
+        return float(values.mean()) if values.size else -1.0
+
+    at_75 = int(np.argmin(abs(THRESHOLDS - 0.75)))
+    return CocoFigures(
+        ap=mean(precision[..., 0]),
+        ap50=mean(precision[0, :, 0]),
+        ap75=mean(precision[at_75, :, 0]),
+        ap_small=mean(precision[..., 1]),
+        ap_medium=mean(precision[..., 2]),
+        ap_large=mean(precision[..., 3]),
+        ar1=mean(recall[0, ..., 0]),
+        ar10=mean(recall[1, ..., 0]),
+        ar100=mean(recall[2, ..., 0]),
+        ar_small=mean(recall[2, ..., 1]),
+        ar_medium=mean(recall[2, ..., 2]),
+        ar_large=mean(recall[2, ..., 3]),
+    )

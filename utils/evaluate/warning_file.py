@@ -1,0 +1,75 @@
+"""``warnings.json``: every warning of a run, how often it came, and when first. The run report shows them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+from utils.files import write_text_atomic
+from utils.log import LOGGER
+
+FILE_NAME = "warnings.json"
+MAX_KINDS = 200  # different texts that are kept; a run that says more repeats itself in other words
+
+
+class WarningRecorder(logging.Handler):
+    """Listens to the project's log from its creation until ``close``; what came before the folder exists is kept.
+
+    recorder = WarningRecorder()
+    ...                              # warnings are kept in memory
+    recorder.write_to(run_folder)    # and from here on in run_folder/warnings.json
+    recorder.close()
+    """
+
+    def __init__(self) -> None:
+        super().__init__(level=logging.WARNING)
+        self.entries: dict[str, dict[str, Any]] = {}
+        self.folder: Path | None = None
+        LOGGER.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Take a record; a disk that is full or gone does not end a run."""
+        text = record.getMessage().strip()
+        if text not in self.entries and len(self.entries) >= MAX_KINDS:
+            return
+        first = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
+        entry = self.entries.setdefault(text, {"text": text, "count": 0, "first": first})
+        entry["count"] += 1
+        self._write()
+
+    def write_to(self, folder: str | Path, *, keep: bool = False) -> None:
+        """Write to ``folder`` from here on; ``keep`` what an earlier part of the same run left there."""
+        self.folder = Path(folder)
+        earlier = {entry["text"]: entry for entry in read_warnings(folder)} if keep else {}
+        for text, entry in self.entries.items():
+            if text in earlier:
+                entry = {**earlier[text], "count": earlier[text]["count"] + entry["count"]}
+            earlier[text] = entry
+        self.entries = earlier
+        self._write()
+
+    def close(self) -> None:
+        """Listen no longer."""
+        LOGGER.removeHandler(self)
+        super().close()
+
+    def _write(self) -> None:
+        if self.folder is None:
+            return
+        try:
+            text = json.dumps(list(self.entries.values()), indent=1, ensure_ascii=False)
+            write_text_atomic(self.folder / FILE_NAME, text + "\n")
+        except OSError:  # nothing to say it with: a warning would come here again
+            self.folder = None
+
+
+def read_warnings(folder: str | Path) -> list[dict[str, Any]]:
+    """Return the warnings kept in ``folder`` as text, count, first; none where the file is absent or unreadable."""
+    try:
+        entries = json.loads((Path(folder) / FILE_NAME).read_text(encoding="utf-8"))
+        return [{"text": str(e["text"]), "count": int(e["count"]), "first": str(e["first"])} for e in entries]
+    except (OSError, ValueError, TypeError, KeyError):
+        return []

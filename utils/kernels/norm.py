@@ -1,0 +1,296 @@
+"""Batch norm and activation of a training step in as few passes over memory as it takes.
+
+:func:`bn_act` and :func:`bn_add_act` equal the modules they are given, within rounding. For channels_last maps on a
+CUDA device in training mode they run fused: the forward pass reads its input twice and writes its output, nothing is
+kept but the input and two numbers per channel, the backward pass reads input and gradient twice. In every other case
+the modules are called.
+
+One difference is intended: a channel whose batch statistics are not finite leaves the running statistics alone, so
+that one overflow in half precision does not spoil them for good. The number of batches counts on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from utils.kernels.layout import (
+    ROWS_LIMIT,
+    Tiling,
+    as_rows,
+    can_launch,
+    ceil_div,
+    multiprocessors,
+    on_device,
+    row_stride,
+    tiling,
+)
+
+SUM_TYPES = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float32: torch.float32,
+    torch.float64: torch.float64,
+}
+"""Types of maps that are fused, and in which type their statistics, weights and sums are held."""
+
+# Values of a tile, loaded at once by the threads of a program; and warps of 32 threads per program.
+REDUCTION_VALUES, REDUCTION_WARPS = 1024, 4
+STATISTICS_UNROLL, SUMS_UNROLL = 4, 2  # tiles that one step of a reduction reads; written out in the programs
+STATISTICS_RESIDENT, SUMS_RESIDENT, PAIR_SUMS_RESIDENT = 7, 6, 4
+"""Programs of a reduction that fit on a multiprocessor at once (64, 80, 128 registers a thread): none has to wait."""
+APPLY_VALUES, APPLY_WARPS = 4096, 4
+GRADIENT_VALUES, GRADIENT_WARPS = 2048, 4
+PARTIAL_STEPS = (16, 64, 256, 1024)  # room for so many partial results; few sizes, to compile few programs
+FINISH_WIDTH, FINISH_WARPS = 8, 8
+
+
+def bn_act(x: Tensor, bn: nn.Module, act: nn.Module, residual: Tensor | None = None) -> Tensor:
+    """Return ``act(bn(x))``, plus ``residual`` if given; ``x`` is (B, C, H, W)."""
+    if is_fusible(x, bn, act) and (residual is None or _is_like(residual, x)):
+        with on_device(x):
+            return _NormAct.apply((bn,), type(act) is nn.SiLU, residual, x, bn.weight, bn.bias)
+    y = act(bn(x))
+    return y if residual is None else residual + y
+
+
+def bn_add_act(x: Tensor, bn: nn.Module, other: Tensor, other_bn: nn.Module, act: nn.Module) -> Tensor:
+    """Return ``act(bn(x) + other_bn(other))`` for two maps of the same shape (B, C, H, W)."""
+    if is_fusible(x, bn, act) and is_fusible(other, other_bn, act) and _is_like(other, x):
+        with on_device(x):
+            return _NormAct.apply(
+                (bn, other_bn),
+                type(act) is nn.SiLU,
+                None,
+                x,
+                bn.weight,
+                bn.bias,
+                other,
+                other_bn.weight,
+                other_bn.bias,
+            )
+    return act(bn(x) + other_bn(other))
+
+
+def is_fusible(x: Tensor, bn: nn.Module, act: nn.Module) -> bool:
+    """Whether the kernels do exactly what ``act(bn(x))`` would; hooks have a right to be called."""
+    is_known = type(bn) is nn.BatchNorm2d and type(act) in (nn.SiLU, nn.Identity)
+    if not is_known or not bn.training or not can_launch(x):
+        return False
+    if bn.running_mean is None or bn.running_var is None or bn.momentum is None or bn.weight is None or bn.bias is None:
+        return False
+    if any(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks for module in (bn, act)):
+        return False
+    if x.dim() != 4 or x.shape[1] != bn.num_features or not x.shape[1] < x.numel() < ROWS_LIMIT * x.shape[1]:
+        return False  # for a single row, the module says what is wrong
+    tensors = (bn.weight, bn.bias, bn.running_mean, bn.running_var)
+    sum_type = SUM_TYPES.get(x.dtype)
+    return row_stride(x) is not None and all(t.dtype == sum_type and t.device == x.device for t in tensors)
+
+
+def _is_like(other: Tensor, x: Tensor) -> bool:
+    same = other.shape == x.shape and other.dtype == x.dtype and other.device == x.device
+    return same and row_stride(other) is not None
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One input with its norm's parameters and its batch statistics (2, C): means and inverse standard deviations."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor
+    statistics: Tensor
+
+    @property
+    def arguments(self) -> tuple[Tensor, int, Tensor, Tensor, Tensor]:
+        return self.x, row_stride(self.x), self.statistics, self.weight, self.bias
+
+
+NO_BRANCH = (None, 0, None, None, None)  # stands for the arguments of an absent second input
+
+
+class _NormAct(torch.autograd.Function):
+    """activation(norm(x) [+ norm(other)]) [+ residual], differentiable once."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        norms: Sequence[nn.BatchNorm2d],
+        has_silu: bool,
+        residual: Tensor | None,
+        *inputs: Tensor,
+    ) -> Tensor:
+        """``inputs`` holds map, weight and bias for each of the norms."""
+        branches = [
+            Branch(x, weight, bias, batch_statistics(x, norm))
+            for norm, x, weight, bias in zip(norms, inputs[::3], inputs[1::3], inputs[2::3], strict=True)
+        ]
+        ctx.has_silu = has_silu
+        ctx.save_for_backward(*inputs, *(branch.statistics for branch in branches))
+        return normalise(branches, residual, has_silu)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """Return gradients in the order of the arguments of ``forward``."""
+        saved = ctx.saved_tensors
+        number = len(saved) // 4
+        inputs, statistics = saved[: 3 * number], saved[3 * number :]
+        branches = [Branch(*inputs[3 * n : 3 * n + 3], statistics[n]) for n in range(number)]
+        needed = ctx.needs_input_grad[3:]
+        found: list[Tensor | None] = [None] * len(needed)
+        if any(needed):
+            with on_device(dy):
+                rows, stride = as_rows(dy)
+                parameters = parameter_gradients(rows, stride, branches, ctx.has_silu)
+                if any(needed[::3]):
+                    found[::3] = input_gradients(rows, stride, branches, parameters, ctx.has_silu)
+                found[1::3], found[2::3] = parameters[::2].unbind(), parameters[1::2].unbind()
+        wanted = (gradient if is_needed else None for gradient, is_needed in zip(found, needed, strict=True))
+        return None, None, dy if ctx.needs_input_grad[2] else None, *wanted
+
+
+def batch_statistics(x: Tensor, bn: nn.BatchNorm2d) -> Tensor:
+    """Return means and inverse standard deviations (2, C) of the map ``x``; move the running statistics of ``bn``."""
+    from utils.kernels.programs import norm_forward
+
+    cut = tiling(x, STATISTICS_UNROLL * REDUCTION_VALUES)
+    programs = cut.programs(STATISTICS_RESIDENT * multiprocessors(x.device))
+    partials = torch.empty((2, programs, cut.channels), dtype=bn.weight.dtype, device=x.device)
+    statistics = torch.empty((2, cut.channels), dtype=bn.weight.dtype, device=x.device)
+    norm_forward.partial_statistics[cut.columns, programs](
+        x,
+        row_stride(x),
+        partials,
+        cut.rows,
+        cut.channels,
+        cut.tiles,
+        BLOCK_R=cut.tile_rows // STATISTICS_UNROLL,
+        BLOCK_C=cut.width,
+        num_warps=REDUCTION_WARPS,
+    )
+    norm_forward.finish_statistics[_finish_grid(cut)](
+        partials,
+        statistics,
+        bn.running_mean,
+        bn.running_var,
+        bn.num_batches_tracked,
+        cut.rows,
+        cut.channels,
+        cut.tiles,
+        programs,
+        bn.eps,
+        bn.momentum,
+        TILE_ROWS=cut.tile_rows,
+        **_finish_sizes(programs),
+    )
+    return statistics
+
+
+def normalise(branches: Sequence[Branch], residual: Tensor | None, has_silu: bool) -> Tensor:
+    """Return activation(norm(x) [+ norm(other)]) [+ residual] as a channels_last map."""
+    from utils.kernels.programs import norm_forward
+
+    x = branches[0].x
+    y = torch.empty_like(x, memory_format=torch.channels_last)
+    cut = tiling(x, APPLY_VALUES)
+    second = branches[1].arguments if len(branches) > 1 else NO_BRANCH
+    norm_forward.apply_norms[(cut.columns * cut.tiles,)](
+        y,
+        *branches[0].arguments,
+        *second,
+        residual,
+        0 if residual is None else row_stride(residual),
+        cut.rows,
+        cut.channels,
+        HAS_SILU=has_silu,
+        BLOCK_R=cut.tile_rows,
+        BLOCK_C=cut.width,
+        num_warps=APPLY_WARPS,
+    )
+    return y
+
+
+def parameter_gradients(dy: Tensor, dy_stride: int, branches: Sequence[Branch], has_silu: bool) -> Tensor:
+    """Return the gradients of weight and bias (2, C), or of weight, bias, other weight, other bias (4, C)."""
+    from utils.kernels.programs import norm_backward
+
+    first, is_pair = branches[0], len(branches) > 1
+    cut = tiling(first.x, SUMS_UNROLL * REDUCTION_VALUES)
+    resident = PAIR_SUMS_RESIDENT if is_pair else SUMS_RESIDENT
+    programs = cut.programs(resident * multiprocessors(dy.device))
+    partials = first.weight.new_empty((3 if is_pair else 2, programs, cut.channels))
+    gradients = first.weight.new_empty((4 if is_pair else 2, cut.channels))
+    program = norm_backward.partial_sums_of_two if is_pair else norm_backward.partial_sums
+    program[cut.columns, programs](
+        dy,
+        dy_stride,
+        *(argument for branch in branches for argument in branch.arguments),
+        partials,
+        cut.rows,
+        cut.channels,
+        cut.tiles,
+        HAS_SILU=has_silu,
+        BLOCK_R=cut.tile_rows // SUMS_UNROLL,
+        BLOCK_C=cut.width,
+        num_warps=REDUCTION_WARPS,
+    )
+    norm_backward.finish_sums[_finish_grid(cut)](
+        partials,
+        first.statistics,
+        branches[1].statistics if is_pair else None,
+        gradients,
+        cut.channels,
+        programs,
+        **_finish_sizes(programs),
+    )
+    return gradients
+
+
+def input_gradients(
+    dy: Tensor,
+    dy_stride: int,
+    branches: Sequence[Branch],
+    parameters: Tensor,
+    has_silu: bool,
+    into: Sequence[Tensor] | None = None,
+) -> Sequence[Tensor]:
+    """Return the gradient of the map of each branch, given those of the parameters; written ``into`` maps if given."""
+    from utils.kernels.programs import norm_backward
+
+    found = into or [torch.empty_like(branch.x, memory_format=torch.channels_last) for branch in branches]
+    cut = tiling(branches[0].x, GRADIENT_VALUES)
+    second = (None, 0, *NO_BRANCH)
+    if len(branches) > 1:
+        second = (found[1], row_stride(found[1]), *branches[1].arguments)
+    norm_backward.input_gradients[(cut.columns * cut.tiles,)](
+        found[0],
+        row_stride(found[0]),
+        dy,
+        dy_stride,
+        *branches[0].arguments,
+        *second,
+        parameters,
+        cut.rows,
+        cut.channels,
+        HAS_SILU=has_silu,
+        BLOCK_R=cut.tile_rows,
+        BLOCK_C=cut.width,
+        num_warps=GRADIENT_WARPS,
+    )
+    return found
+
+
+def _finish_grid(cut: Tiling) -> tuple[int]:
+    return (ceil_div(cut.channels, FINISH_WIDTH),)
+
+
+def _finish_sizes(programs: int) -> dict[str, int]:
+    """Sizes of the program that joins partial results: room for all of them, a few channels wide."""
+    room = next(step for step in PARTIAL_STEPS if step >= programs)
+    return {"BLOCK_P": room, "BLOCK_C": FINISH_WIDTH, "num_warps": FINISH_WARPS}

@@ -1,0 +1,127 @@
+"""Batch norm and activation of a map whose channels go different ways, in a training step.
+
+A convolution may compute the inputs of several paths at once. Cutting its normalised output into slices would cost
+each path a copy, since convolutions want maps without gaps, and the gradients would have to be put together again.
+Here every part is written to a map of its own, and the gradients of all parts into one. See :mod:`utils.kernels.norm`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from utils.kernels.layout import as_rows, on_device
+from utils.kernels.norm import (
+    Branch,
+    batch_statistics,
+    input_gradients,
+    is_fusible,
+    normalise,
+    parameter_gradients,
+)
+
+
+def bn_act_parts(x: Tensor, norms: Sequence[nn.BatchNorm2d], act: nn.Module, widths: Sequence[int]) -> list[Tensor]:
+    """Normalise and activate ``x`` (B, C, H, W), and return it as parts of ``widths`` channels.
+
+    ``norms`` is one norm over all channels, or one for each part.
+    """
+    owners = list(norms) if len(norms) > 1 else [norms[0]] * len(widths)
+    whole = x.shape[1] if len(norms) == 1 else None
+    if all(is_fusible(x if whole else part, norm, act) for part, norm in zip(x.split(widths, 1), owners, strict=True)):
+        parameters = [parameter for norm in norms for parameter in (norm.weight, norm.bias)]
+        with on_device(x):
+            return list(_NormActParts.apply(tuple(norms), tuple(widths), type(act) is nn.SiLU, x, *parameters))
+    if whole:
+        return list(act(norms[0](x)).split(widths, 1))
+    return [act(norm(part)) for norm, part in zip(norms, x.split(widths, 1), strict=True)]
+
+
+@dataclass(frozen=True)
+class _PartOfNorm:
+    """What statistics have to know of a norm, for some of its channels."""
+
+    weight: Tensor
+    bias: Tensor
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor | None
+    eps: float
+    momentum: float
+
+
+def _parts_of(norms: Sequence[nn.BatchNorm2d], widths: Sequence[int]) -> list[_PartOfNorm]:
+    """Cut one norm into parts, or take each of several as one; only the first part of a norm counts its batches."""
+    parts, start = [], 0
+    for index, width in enumerate(widths):
+        norm = norms[0] if len(norms) == 1 else norms[index]
+        first = start if len(norms) == 1 else 0
+        here = slice(first, first + width)
+        parts.append(
+            _PartOfNorm(
+                norm.weight.detach()[here],
+                norm.bias.detach()[here],
+                norm.running_mean[here],
+                norm.running_var[here],
+                norm.num_batches_tracked if first == 0 else None,
+                norm.eps,
+                norm.momentum,
+            )
+        )
+        start += width
+    return parts
+
+
+class _NormActParts(torch.autograd.Function):
+    """activation(norm(x)) in parts, differentiable once."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        norms: Sequence[nn.BatchNorm2d],
+        widths: Sequence[int],
+        has_silu: bool,
+        x: Tensor,
+        *parameters: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """``parameters`` holds weight and bias of each of the norms."""
+        outputs, statistics = [], []
+        for part, norm in zip(x.split(widths, 1), _parts_of(norms, widths), strict=True):
+            found = batch_statistics(part, norm)
+            statistics.append(found)
+            outputs.append(normalise([Branch(part, norm.weight, norm.bias, found)], None, has_silu))
+        ctx.widths, ctx.has_silu, ctx.is_one_norm = widths, has_silu, len(norms) == 1
+        ctx.save_for_backward(x, *parameters, *statistics)
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Return gradients in the order of the arguments of ``forward``."""
+        number = len(ctx.widths)
+        x, *saved = ctx.saved_tensors
+        parameters, statistics = saved[:-number], saved[-number:]
+        weights, biases = parameters[::2], parameters[1::2]
+        if ctx.is_one_norm:
+            weights, biases = weights[0].split(ctx.widths), biases[0].split(ctx.widths)
+        dx = torch.empty_like(x, memory_format=torch.channels_last)
+        found = []
+        with on_device(x):
+            for part, weight, bias, known, dy, target in zip(
+                x.split(ctx.widths, 1), weights, biases, statistics, gradients, dx.split(ctx.widths, 1), strict=True
+            ):
+                rows, stride = as_rows(dy)
+                branch = [Branch(part, weight, bias, known)]
+                of_parameters = parameter_gradients(rows, stride, branch, ctx.has_silu)
+                input_gradients(rows, stride, branch, of_parameters, ctx.has_silu, into=[target])
+                found.append(of_parameters)
+        if ctx.is_one_norm:
+            found = [torch.cat(found, 1)]
+        of_all = [gradient for each in found for gradient in each.unbind()]
+        needed = ctx.needs_input_grad[3:]
+        wanted = (gradient if is_needed else None for gradient, is_needed in zip((dx, *of_all), needed, strict=True))
+        return None, None, None, *wanted

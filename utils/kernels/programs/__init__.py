@@ -1,0 +1,1 @@
+"""The Triton programs themselves: importing one of these modules imports Triton."""
