@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if threading.current_thread() is threading.main_thread():
         # ended by the system like by Ctrl+C: otherwise videos would lack the index that players need
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-    return Detector(options, batch_size=options.batch_size).run().exit_code
+    return Detector(options).run().exit_code
 
 
 def run(**keywords: Any):  # noqa: ANN201 - DetectionSummary, whose module loads torch
@@ -28,7 +28,7 @@ def run(**keywords: Any):  # noqa: ANN201 - DetectionSummary, whose module loads
     from utils.deploy.detector import Detector
 
     options = DetectOptions(**keywords)
-    return Detector(options, batch_size=options.batch_size).run()
+    return Detector(options).run()
 
 
 if __name__ == "__main__":

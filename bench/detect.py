@@ -2,7 +2,7 @@
 
     python -m bench.detect --weights best.pt --video street.mp4 --scale 1920 1080 --runs 3 --record
     python -m bench.detect --memory 20000 --plot memory.svg
-    python -m bench.detect --single horses.jpg --weights best.pt
+    python -m bench.detect --single street.jpg --weights best.pt
 
 The first one compares one frame at a time with every step in turn (the way of the original), the same with steps side
 by side, and batches with steps side by side. The clock runs from the first frame read to the completed file; loading
@@ -25,7 +25,7 @@ from pathlib import Path
 import cv2
 import torch
 
-from bench.clips import make_clip, make_plain_clip, write_plot
+from bench.clips import make_clip, make_plain_clip, moving_boxes, write_plot
 from bench.records import REPO_ROOT, append_record, hardware, versions
 from models.backend import DetectMultiBackend
 from models.checkpoint import Checkpoint, save_checkpoint
@@ -62,7 +62,9 @@ def main() -> None:
     parser.add_argument("--video-codec", default="auto", choices=["auto", "h264", "mp4v"])
     parser.add_argument("--memory", type=int, metavar="FRAMES", help="watch the memory over a video of so many frames")
     parser.add_argument("--plot", type=Path, default=Path("memory.svg"), help="where --memory draws its figures")
-    parser.add_argument("--single", type=Path, metavar="PICTURE", help="time detect_dual.py on one picture")
+    parser.add_argument(
+        "--single", type=Path, nargs="?", const=Path(), metavar="PICTURE", help="time detect_dual.py on one picture"
+    )
     parser.add_argument("--record", action="store_true", help="add a row to RECORDS.md")
     arguments = parser.parse_args()
     print(f"{hardware()}; {device_name(arguments.device)}; {versions()}")
@@ -70,7 +72,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         weights = weights_file(arguments.weights, folder)
-        if arguments.single:
+        if arguments.single is not None:
             figures, runs = measure_single(arguments, weights, folder), arguments.runs
         elif arguments.memory:
             figures, runs = measure_memory(arguments, weights, folder), 1
@@ -236,14 +238,11 @@ def resident_bytes() -> int:
 
 def measure_single(arguments: argparse.Namespace, weights: Path, folder: Path) -> str:
     """Time the whole command on one picture, imports included; the first run fills the system's file cache."""
-    command = [
-        sys.executable,
-        "detect_dual.py",
-        "--weights",
-        str(weights),
-        "--source",
-        str(arguments.single.absolute()),
-    ]
+    picture = arguments.single
+    if picture == Path():
+        picture = folder / "picture.jpg"
+        cv2.imwrite(str(picture), next(moving_boxes(1, 773, 512)))
+    command = [sys.executable, "detect_dual.py", "--weights", str(weights), "--source", str(picture.absolute())]
     command += ["--imgsz", str(arguments.imgsz), "--device", arguments.device, "--project", str(folder / "runs")]
     seconds = []
     for _ in range(arguments.runs + 1):

@@ -15,6 +15,7 @@ import argparse
 import time
 from collections import defaultdict
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from utils.train.ema import ModelEMA
 from utils.train.loss import ComputeLoss
 from utils.train.optim import apply_plan, smart_optimizer
 from utils.train.schedule import StepPlan
-from utils.train.throughput import device_peak_tflops
+from utils.train.throughput import TRAINING_PASSES, device_peak_tflops
 from utils.train.weight_update import WeightUpdate
 
 GIB = 2**30
@@ -180,8 +181,8 @@ def profile_loss(arguments: argparse.Namespace, device: torch.device) -> None:
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cfg", default="yolov9-s.yaml")
-    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--cfg", nargs="+", default=["yolov9-s.yaml"], help="one or more models")
+    parser.add_argument("--batch", type=int, nargs="+", default=[64], help="one or more batch sizes")
     parser.add_argument("--img", type=int, default=640)
     parser.add_argument("--objects", type=int, default=20, help="boxes per picture")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="fp16")
@@ -190,6 +191,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--device", default="")
+    parser.add_argument("--cudnn-limit", type=int, help="algorithms that cuDNN tries per convolution; 0 = all")
     parser.add_argument("--profile", action="store_true", help="list the device's time by kind of kernel")
     parser.add_argument("--profile-loss", action="store_true", help="the same for the loss alone, nothing else")
     parser.add_argument("--record", action="store_true", help="add a row to RECORDS.md")
@@ -202,25 +204,33 @@ def main(argv: list[str] | None = None) -> None:
     device = select_device(arguments.device)
     if device.type != "cuda":
         raise SystemExit("bench.train_step measures CUDA devices; none was found")
-    if arguments.profile_loss:
-        profile_loss(arguments, device)
-        return
-    peak_tflops = device_peak_tflops(device, DTYPES[arguments.dtype])
-    operations = 3 * flops(DetectionModel(arguments.cfg), arguments.img) * arguments.batch
-    summary = []
-    for way in arguments.ways:
-        figures = measure(arguments, way, device)
-        best, worst = min(figures.step_s), max(figures.step_s)
-        share = f", {operations / best / peak_tflops / 1e12:.1%} of peak arithmetic" if peak_tflops else ""
-        text = (
-            f"{way}: {1000 * best:.1f}-{1000 * worst:.1f} ms, {arguments.batch / best:.0f} img/s{share}, "
-            f"peak {figures.peak_gib:.1f} GiB, first 4 steps {figures.first_s:.1f} s"
-        )
-        summary.append(text)
-        print(text + f", losses {', '.join(f'{loss:.4f}' for loss in figures.losses)}", flush=True)
-    if arguments.record:
-        name = torch.cuda.get_device_name(device)
-        print(append_record(f"{name}: " + "; ".join(summary), arguments.runs))
+    if arguments.cudnn_limit is not None:
+        torch.backends.cudnn.benchmark_limit = arguments.cudnn_limit
+    for cfg in arguments.cfg:
+        for batch in arguments.batch:
+            case = argparse.Namespace(**{**vars(arguments), "cfg": cfg, "batch": batch})
+            if case.profile_loss:
+                profile_loss(case, device)
+                continue
+            summary = [describe(case, way, measure(case, way, device), device) for way in case.ways]
+            if case.record:
+                text = f"{torch.cuda.get_device_name(device)}, {Path(cfg).stem}, batch {batch}: " + "; ".join(summary)
+                print(append_record(text, case.runs))
+
+
+def describe(case: argparse.Namespace, way: str, figures: Figures, device: torch.device) -> str:
+    """Print and return the figures of one way."""
+    best, worst = min(figures.step_s), max(figures.step_s)
+    peak_tflops = device_peak_tflops(device, DTYPES[case.dtype])
+    operations = TRAINING_PASSES * flops(DetectionModel(case.cfg), case.img) * case.batch
+    share = f", {operations / best / peak_tflops / 1e12:.1%} of peak arithmetic" if peak_tflops else ""
+    text = (
+        f"{way}: {1000 * best:.1f}-{1000 * worst:.1f} ms, {case.batch / best:.0f} img/s{share}, "
+        f"peak {figures.peak_gib:.1f} GiB, first 4 steps {figures.first_s:.1f} s"
+    )
+    losses = ", ".join(f"{loss:.4f}" for loss in figures.losses)
+    print(f"{case.cfg} batch {case.batch} {text}, losses {losses}", flush=True)
+    return text
 
 
 if __name__ == "__main__":

@@ -120,18 +120,19 @@ def test_equals_pictures_taken_one_by_one(
     prediction[1, 4:] = 0  # a picture without any candidate
     prediction[3, 4:, 20:] = 0  # and one with few
     monkeypatch.setattr(nms, "CPU_BLOCK", block)
-    for limit in (nms.MAX_SCORES, 64):  # the second one halves the batch down to single pictures
-        monkeypatch.setattr(nms, "MAX_SCORES", limit)
-        found = non_max_suppression(prediction, 0.001, 0.7, **options)
-        expected = one_by_one(prediction, 0.001, 0.7, **options)
-        assert [len(part) for part in found] == [len(part) for part in expected]
-        assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+    found = non_max_suppression(prediction, 0.001, 0.7, **options)
+    expected = one_by_one(prediction, 0.001, 0.7, **options)
+    assert [len(part) for part in found] == [len(part) for part in expected]
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
 
 
-def test_only_the_best_candidates_enter(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("crowded", [10, 10_000])
+def test_only_the_best_candidates_enter(monkeypatch: pytest.MonkeyPatch, crowded: int) -> None:
+    """Whether or not the worst are cut off beforehand."""
     pytest.importorskip("torchvision")
     monkeypatch.setattr(nms, "MAX_CANDIDATES", 50)
-    prediction = crowd(0, 3, 200, 2, 1.0)
+    monkeypatch.setattr(nms, "CROWDED", crowded)
+    prediction = crowd(0, 3, 200, 2, 1.0).half()  # half precision: some scores are equal to the last that enters
     found = non_max_suppression(prediction, 0.001, 0.7, multi_label=True)
     expected = one_by_one(prediction, 0.001, 0.7, multi_label=True, max_candidates=50)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
@@ -228,3 +229,14 @@ def test_bad_values_are_named() -> None:
         non_max_suppression(random_prediction(0), iou_thres=-1)
     with pytest.raises(ValueError, match="4 \\+ classes"):
         non_max_suppression(torch.zeros(1, 4, 10))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("half", [False, True])
+def test_card_and_processor_agree(half: bool) -> None:
+    prediction = crowd(0, 4, 3000, 5, 4.0)
+    prediction = prediction.half() if half else prediction
+    options = {"conf_thres": 0.001, "iou_thres": 0.7, "multi_label": True}
+    expected = non_max_suppression(prediction, **options)
+    found = non_max_suppression(prediction.cuda(), **options)
+    assert all(torch.equal(mine.cpu(), theirs) for mine, theirs in zip(found, expected, strict=True))

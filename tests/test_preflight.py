@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -92,7 +91,7 @@ def test_a_machine_that_fits_together_gives_no_warning() -> None:
     [
         (
             {"cuda_build": None, "is_cuda_available": False, "capability": None},
-            ["CPU build", "550.54.15", "--index-url"],
+            ["CPU build", "550.54.15", "install page"],
         ),
         ({"cuda_build": "13.0", "is_cuda_available": False}, ["too old", "CUDA 12.4", "13.0", "Update the driver"]),
         ({"is_cuda_available": False, "visible_devices": ""}, ["CUDA_VISIBLE_DEVICES=''", "unset"]),
@@ -135,12 +134,10 @@ def test_small_shared_memory_names_the_docker_flag() -> None:
     assert checks.shared_memory_lines(None).warnings == []
 
 
-def test_report_on_a_cpu_is_quick_loud_and_right() -> None:
-    start = time.perf_counter()
+def test_report_on_a_cpu_is_loud_and_right() -> None:
     report = checks.preflight(CPU, driver=None)
-    assert time.perf_counter() - start < 1.5
     text = "\n".join(report.lines)
-    for word in ("Python", "torch", "OpenCV", "AVX2", "BLAS", "matrix product"):
+    for word in ("CUDA build", "torch", "OpenCV", "AVX2", "BLAS", "matrix product"):
         assert word in text
     assert len(report.notices) == 1 and "TRAINING RUNS ON CPU" in report.notices[0]
 

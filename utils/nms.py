@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 MAX_CANDIDATES = 30_000  # rows per picture that enter the suppression, best first
-MAX_SCORES = 1 << 24  # class probabilities looked at together; larger batches are halved to bound the memory
+CROWDED = MAX_CANDIDATES // 4  # candidates of a picture, on average, from which the worst ones are cut off beforehand
 CPU_BLOCK, DEVICE_BLOCK = 128, 512  # candidates per picture and round: little work in vain, few rounds
 PASSES = 3  # over a block between two looks at the result on a device, where looking costs more than a pass
 
@@ -25,14 +25,20 @@ class _Candidates:
     image: Tensor  # (R,) number of the picture in the batch
     score: Tensor  # (R,)
     label: Tensor  # (R,) class, as float like everything that ends in a detection row
-    source: Tensor  # (R,) row of the tables below
-    corners: Tensor  # (n, 4) x1 y1 x2 y2 in pixels
-    further: Tensor  # (n, nm)
+    corners: Tensor  # (R, 4) x1 y1 x2 y2 in pixels
+    further: Tensor  # (R, nm)
+
+    def parts(self) -> tuple[Tensor, ...]:
+        """Return the fields in their order."""
+        return (self.image, self.score, self.label, self.corners, self.further)
 
     def select(self, index: Tensor) -> _Candidates:
         """Return the candidates at ``index`` (numbers or a mask)."""
-        picked = (part[index] for part in (self.image, self.score, self.label, self.source))
-        return _Candidates(*picked, self.corners, self.further)
+        return _Candidates(*(part[index] for part in self.parts()))
+
+    def joined(self, other: _Candidates) -> _Candidates:
+        """Return these candidates and others behind them."""
+        return _Candidates(*(torch.cat(pair) for pair in zip(self.parts(), other.parts(), strict=True)))
 
 
 def non_max_suppression(
@@ -73,19 +79,11 @@ def non_max_suppression(
     num_classes = prediction.shape[1] - 4 - nm
     if num_classes < 1:
         raise ValueError(f"prediction has shape {tuple(prediction.shape)}: expected (batch, 4 + classes + {nm}, boxes)")
-    # The cheap test comes first: at a usual threshold it drops nearly all rows.
-    image, anchor = (prediction[:, 4 : 4 + num_classes].amax(1) > conf_thres).nonzero(as_tuple=True)
-    if len(prediction) > 1 and len(image) * num_classes > MAX_SCORES:
-        options = (conf_thres, iou_thres, classes, agnostic, multi_label)
-        half = len(prediction) // 2
-        parts = ((prediction[:half], labels[:half]), (prediction[half:], labels[half:]))
-        return [rows for part, sure in parts for rows in non_max_suppression(part, *options, sure, max_det, nm)]
-    rows = prediction[image, :, anchor].float()  # (n, 4 + nc + nm)
+    candidates = _candidates(prediction, num_classes, conf_thres, multi_label and num_classes > 1)
     if len(labels):
-        image, rows = _with_labels(image, rows, labels)
-    candidates = _candidates(image, rows, num_classes, conf_thres, multi_label and num_classes > 1)
+        candidates = candidates.joined(_certain(labels, candidates))
     if classes is not None:
-        wanted = torch.as_tensor(list(classes), dtype=candidates.label.dtype, device=rows.device)
+        wanted = torch.as_tensor(list(classes), dtype=candidates.label.dtype, device=prediction.device)
         candidates = candidates.select(torch.isin(candidates.label, wanted))
     return _suppress(candidates, len(prediction), iou_thres, agnostic, max_det)
 
@@ -98,26 +96,42 @@ def _lead_tensor(output: Tensor | Sequence) -> Tensor:
     return output
 
 
-def _with_labels(image: Tensor, rows: Tensor, labels: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Append label rows (k, 5) of each picture as prediction rows of probability 1."""
-    known = torch.cat([part.to(rows) for part in labels])  # (K, 5)
-    sizes = torch.tensor([len(part) for part in labels])
-    added = rows.new_zeros((len(known), rows.shape[1]))
-    added[:, :4] = known[:, 1:]
-    added.scatter_(1, known[:, :1].long() + 4, 1.0)
-    return torch.cat((image, torch.arange(len(labels)).repeat_interleave(sizes).to(image))), torch.cat((rows, added))
-
-
-def _candidates(image: Tensor, rows: Tensor, num_classes: int, conf_thres: float, multi_label: bool) -> _Candidates:
-    """Turn prediction rows (n, 4 + nc + nm) into candidates: every class above the threshold, or the best one."""
-    boxes, scores, further = rows.split((4, num_classes, rows.shape[1] - 4 - num_classes), 1)
-    corners = torch.cat((boxes[:, :2] - boxes[:, 2:] / 2, boxes[:, :2] + boxes[:, 2:] / 2), 1)
+def _candidates(prediction: Tensor, num_classes: int, conf_thres: float, multi_label: bool) -> _Candidates:
+    """Pick boxes of (B, 4 + nc + nm, A): once for every class above the threshold, or once for the best class."""
+    scores = prediction[:, 4 : 4 + num_classes]
+    best, label = scores.max(1)  # (B, A); not above the threshold where any score is not a number
     if multi_label:
-        source, label = ((scores > conf_thres) & corners.isfinite().all(1, keepdim=True)).nonzero(as_tuple=True)
-        return _Candidates(image[source], scores[source, label], label.to(rows.dtype), source, corners, further)
-    confidence, label = scores.max(1)
-    source = corners.isfinite().all(1).nonzero()[:, 0]
-    return _Candidates(image[source], confidence[source], label[source].to(rows.dtype), source, corners, further)
+        mask = scores > conf_thres
+        total = int(mask.sum())
+        if total > CROWDED * len(scores) and scores[0].numel() > MAX_CANDIDATES:
+            # An untrained model finds everything everywhere; sorting all of that would take longer than the network.
+            mask &= scores >= scores.flatten(1).topk(MAX_CANDIDATES, sorted=False).values.amin(1)[:, None, None]
+        image, anchor, label = mask.transpose(1, 2).nonzero(as_tuple=True)
+        is_sound = best[image, anchor] > conf_thres
+        image, anchor, label = image[is_sound], anchor[is_sound], label[is_sound]
+    else:
+        image, anchor = (best > conf_thres).nonzero(as_tuple=True)
+        label = label[image, anchor]
+    centre, sides = prediction[image, :4, anchor].float().split(2, 1)
+    further = prediction[image, 4 + num_classes :, anchor].float()
+    corners = torch.cat((centre - sides / 2, centre + sides / 2), 1)
+    found = _Candidates(image, scores[image, label, anchor].float(), label.float(), corners, further)
+    return found.select(corners.isfinite().all(1))
+
+
+def _certain(labels: Sequence[Tensor], like: _Candidates) -> _Candidates:
+    """Return label rows (k, 5) class, x, y, w, h of each picture as candidates of confidence 1."""
+    rows = torch.cat([part.to(like.corners) for part in labels])
+    sizes = torch.tensor([len(part) for part in labels])
+    image = torch.arange(len(labels)).repeat_interleave(sizes).to(like.image)
+    corners = torch.cat((rows[:, 1:3] - rows[:, 3:] / 2, rows[:, 1:3] + rows[:, 3:] / 2), 1)
+    return _Candidates(
+        image,
+        torch.ones_like(rows[:, 0]),
+        rows[:, 0],
+        corners,
+        like.further.new_zeros(len(rows), like.further.shape[1]),
+    )
 
 
 def _suppress(found: _Candidates, batch: int, iou_thres: float, agnostic: bool, max_det: int) -> list[Tensor]:
@@ -130,8 +144,8 @@ def _suppress(found: _Candidates, batch: int, iou_thres: float, agnostic: bool, 
     index, kept = _greedy(found, start, start + counts.clamp(max=MAX_CANDIDATES), iou_thres, agnostic, max_det)
     index = index[torch.arange(max_det, device=index.device) < kept[:, None]]  # (kept rows,), picture by picture
     found = found.select(index)
-    corners, further = found.corners[found.source], found.further[found.source]
-    return list(torch.cat((corners, found.score[:, None], found.label[:, None], further), 1).split(kept.tolist()))
+    rows = torch.cat((found.corners, found.score[:, None], found.label[:, None], found.further), 1)
+    return list(rows.split(kept.tolist()))
 
 
 def _greedy(
@@ -145,7 +159,7 @@ def _greedy(
     """
     total, device = len(found.image), start.device
     # one more row, for the places that are not taken: an empty box of no class overlaps nothing
-    boxes = torch.cat((found.corners[found.source], found.corners.new_zeros(1, 4)))
+    boxes = torch.cat((found.corners, found.corners.new_zeros(1, 4)))
     label = torch.zeros_like(found.label) if agnostic else found.label
     label = torch.cat((label, label.new_full((1,), -1)))
     block = CPU_BLOCK if device.type == "cpu" else DEVICE_BLOCK

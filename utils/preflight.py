@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -230,8 +229,8 @@ def explain(machine: Machine) -> list[str]:
     if build is None and machine.hip_build is None and driver:
         problems.append(
             f"torch {machine.torch_version} is a CPU build, but there is an NVIDIA driver {driver}: "
-            "pip install --force-reinstall torch torchvision --index-url https://download.pytorch.org/whl/cuXYZ, with "
-            "XYZ from PyTorch's install page, at most the driver's CUDA"
+            "reinstall torch and torchvision with the command on PyTorch's install page for a CUDA build, at most "
+            "the driver's"
         )
     if build and driver and driver.cuda and int(build.split(".")[0]) > driver.cuda[0]:
         problems.append(
@@ -326,8 +325,7 @@ def preflight(device: torch.device, *, driver: Driver | None = None, is_thorough
     machine = inspect_machine(device, driver)
     report = Report(
         [
-            f"Python {platform.python_version()}, torch {machine.torch_version}, "
-            f"CUDA build {machine.cuda_build or machine.hip_build or 'none'}, driver {driver or 'none'}"
+            f"torch's CUDA build {machine.cuda_build or machine.hip_build or 'none'}, driver {driver or 'none'}"
         ]
     )
     free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None

@@ -200,6 +200,12 @@ def test_a_disk_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert (is_only, is_alone) == (False, False)
 
 
+def test_lock_files_are_opened_for_both_kinds_of_lock(tmp_path: Path) -> None:
+    """Network disks give a shared lock only on a file that can be read, an exclusive one on one that can be written."""
+    file = make(tmp_path)._in_use
+    assert file.readable() and file.writable()
+
+
 def test_data_set_is_the_innermost_common_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert data_set_of(["/a/b/c.jpg", "/a/b/d/e.jpg"]) == "/a/b"

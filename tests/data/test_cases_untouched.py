@@ -217,12 +217,12 @@ def test_huge_picture_is_scanned_without_decoding(tmp_path: Path, monkeypatch: p
     del picture
     (tmp_path / "labels").mkdir()
     (tmp_path / "labels" / "huge.txt").write_text("0 .2 .25 .24 .3\n")
-    decode = images._imdecode
+    decode = images.decode
     with monkeypatch.context() as patch:
-        patch.setattr(images, "_imdecode", lambda *_: pytest.fail("the scan decoded the picture"))
+        patch.setattr(images, "decode", lambda *_: pytest.fail("the scan decoded the picture"))
         data = LoadImagesAndLabels(folder, 320)
     assert data.shapes.tolist() == [[12000, 9000]]
-    assert images._imdecode is decode
+    assert images.decode is decode
     image, labels, _, _ = data[0]
     _, _, x, y, w, h = labels[0].tolist()
     left, top, right, bottom = (round(v * 320) for v in (x - w / 2, y - h / 2, x + w / 2, y + h / 2))

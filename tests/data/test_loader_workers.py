@@ -79,7 +79,7 @@ def test_a_killed_worker_ends_the_pass_with_a_reason() -> None:
         for number, _ in enumerate(loader):
             if number == 3:
                 os.kill(loader.worker_pids()[0], signal.SIGKILL)
-    assert time.perf_counter() - started < 5
+    assert time.perf_counter() - started < 30  # not the minute that a sample would take
     assert signal.getsignal(signal.SIGCHLD) == handler
     with pytest.raises(LoaderError, match="has died"):  # and it does not come back by itself
         next(iter(loader))
@@ -103,7 +103,7 @@ def test_a_worker_killed_while_it_is_waited_for() -> None:
     started = time.perf_counter()
     with pytest.raises(LoaderError, match="SIGKILL"):
         next(batches)
-    assert time.perf_counter() - started < 4
+    assert time.perf_counter() - started < 30  # not the minute that a sample would take
     loader.close()
 
 

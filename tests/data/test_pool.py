@@ -154,6 +154,7 @@ def test_a_whole_pool_gives_the_batches_of_the_cpu(images: Path, workers: int) -
         assert (ours[0].int() - theirs[0].int()).abs().float().mean() < 1.0
 
 
+@pytest.mark.slow
 def test_a_ring_gives_the_same_however_it_is_reached(images: Path) -> None:
     """With and without workers and announcements, and when training is resumed."""
     expected = hashes(batches_of(loader_of(images, RING), range(3), announce=True))

@@ -50,8 +50,10 @@ def test_long_waits_are_told_at_growing_distances(said: list[str]) -> None:
     watch = StallWatch(owner.describe, "val: ", limit_s=0.1)
     for _ in range(2):
         said.clear()
+        begun = time.monotonic()
         with watch.waiting():
             wait_until(lambda: len(said) == 3)
+        assert time.monotonic() - begun >= 0.4  # after 0.1, 0.2 and 0.4 seconds
         assert all(text.startswith("val: no batch for 0 s. details") for text in said)
     watch.close()
     wait_until(lambda: not watch_threads())
@@ -74,6 +76,18 @@ def test_switched_off_there_is_no_thread(said: list[str]) -> None:
         time.sleep(0.05)
     assert said == []
     assert watch_threads() == 0
+
+
+def test_switching_off_on_the_way_neither_warns_nor_spins(said: list[str]) -> None:
+    owner = Owner()
+    watch = StallWatch(owner.describe, limit_s=0.1)
+    with watch.waiting():
+        watch.limit_s = 0
+        before = time.process_time()
+        time.sleep(0.3)
+    assert said == []
+    assert time.process_time() - before < 0.1
+    watch.close()
 
 
 def test_the_thread_ends_with_its_loader() -> None:

@@ -89,14 +89,17 @@ def make(version: str, *, largest: int = 4, parses: bool = True, builds: bool = 
     trt.Logger = type("Logger", (), {"WARNING": 1, "VERBOSE": 2, "__init__": lambda self, level: None})
     trt.MemoryPoolType = SimpleNamespace(WORKSPACE="workspace")
     trt.NetworkDefinitionCreationFlag = SimpleNamespace(**({"EXPLICIT_BATCH": 0} if major == 8 else {}))
-    trt.BuilderFlag = SimpleNamespace(**({"FP16": "fp16"} if major < 11 else {}))
+    trt.BuilderFlag = SimpleNamespace(TF32="tf32", **({"FP16": "fp16"} if major < 11 else {}))
 
     def record(name: str) -> Any:
         return lambda *arguments: calls.append((name, *arguments))
 
     profile = SimpleNamespace(set_shape=record("set_shape"))
     config = SimpleNamespace(
-        set_memory_pool_limit=record("workspace"), add_optimization_profile=record("profile"), set_flag=record("flag")
+        set_memory_pool_limit=record("workspace"),
+        add_optimization_profile=record("profile"),
+        set_flag=record("flag"),
+        clear_flag=record("clear"),
     )
 
     class Builder:

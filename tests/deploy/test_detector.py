@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import cv2
@@ -26,25 +24,9 @@ from utils.deploy.detector import DetectionSummary, Detector
 from utils.deploy.display import count_text, display_problem
 from utils.deploy.exporter import export
 from utils.deploy.pipeline import line_width
-from utils.log import LOGGER
 from utils.options import DetectOptions, ExportOptions
 
 REPO_ROOT = Path(detector_module.__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def lines() -> Iterator[list[str]]:
-    """What is logged during the test."""
-
-    class Collector(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            texts.append(record.getMessage())
-
-    texts: list[str] = []
-    collector = Collector()
-    LOGGER.addHandler(collector)
-    yield texts
-    LOGGER.removeHandler(collector)
 
 
 def detect(
@@ -591,6 +573,27 @@ def test_batches_of_a_real_video_give_what_single_frames_give(
             assert contents(run / "labels") == contents(first.save_dir / "labels")
         rows = [Counter(tuple(row[:4] + row[5:]) for row in table) for table in (found, wanted)]
         assert (rows[0] - rows[1]).total() <= len(wanted) // 100
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("batch_size", [1, 8])
+def test_side_by_side_on_a_gpu_gives_what_steps_in_turn_give(
+    tmp_path: Path, tiny_weights: Path, batch_size: int, half: bool
+) -> None:
+    """Copies, network and suppression have streams of their own there; a missing wait would show in some run."""
+    write_video(tmp_path / "v.mp4", 90, width=320, height=192)
+    options = {"source": str(tmp_path / "v.mp4"), "imgsz": [320], "conf_thres": 0.5, "max_det": 20, "device": "0"}
+    options |= {"weights": [str(tiny_weights)], "project": str(tmp_path), "nosave": True, "half": half}
+    options |= {"batch_size": batch_size}
+    wanted = table_of(Detector(DetectOptions(sequential=True, **options)).run().save_dir)
+    assert len(wanted) > 90
+    for _ in range(4):
+        summary = Detector(DetectOptions(**options)).run()
+        found = table_of(summary.save_dir)
+        assert [row[:4] + row[5:] for row in found] == [row[:4] + row[5:] for row in wanted]
+        np.testing.assert_allclose([float(row[4]) for row in found], [float(row[4]) for row in wanted], atol=1e-5)
+        assert summary.clock.warmup_s > 0 and summary.clock.seconds["network"] > 0
 
 
 @pytest.mark.slow

@@ -204,6 +204,16 @@ def test_openvino_gives_the_same_boxes(openvino: object, weights: Path, options:
         assert difference[:, 4:].max() < (1e-2 if is_half else 1e-4)
 
 
+def test_two_weights_files_do_not_mix(openvino: object, weights: Path) -> None:
+    other = weights.with_name("other.pt")
+    other.write_bytes(weights.read_bytes())
+    options = ExportOptions(weights=[str(weights), str(other)], imgsz=SIZE, include=["openvino", "reparam"])
+    files, failures = export(options)
+    names = ["best_openvino_model", "best-reparam.pt", "other_openvino_model", "other-reparam.pt"]
+    assert not failures and [file.name for file in files] == names
+    assert sorted(file.name for file in files[2].iterdir()) == ["other.bin", "other.xml", "other.yaml"]
+
+
 def test_openvino_folder_is_replaced_as_a_whole(openvino: object, weights: Path) -> None:
     (folder,) = run_export(weights, "openvino")
     (folder / "stale.xml").write_text("")

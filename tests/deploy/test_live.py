@@ -14,15 +14,13 @@ import pytest
 
 from tests.deploy.fakes import ColourBackend, picture, read_video, write_video
 from tests.deploy.servers import MjpegServer, ffmpeg_program, free_port, served_by_ffmpeg
-from tests.deploy.test_detector import detect, files_of, lines, table_of
+from tests.deploy.test_detector import detect, files_of, table_of
 from utils.data import streams as streams_module
 from utils.data.screen import ScreenArea, parse_screen
 from utils.data.sources import LoadStreams, resolve_source
 from utils.data.streams import pause_before
 from utils.deploy import detector as detector_module
 from utils.deploy.pipeline import Pipeline
-
-__all__ = ["lines"]  # a fixture
 
 
 @pytest.fixture(autouse=True)

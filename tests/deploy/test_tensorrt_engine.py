@@ -56,6 +56,7 @@ def test_building(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str,
     assert ("workspace", "workspace", 2 << 30) in trt.calls
     assert ("set_shape", "images", (1, 3, 64, 96), (4, 3, 64, 96), (16, 3, 64, 96)) in trt.calls
     assert (("flag", "fp16") in trt.calls) == (half and version < "11" or half and version.startswith("8"))
+    assert (("clear", "tf32") in trt.calls) != half
     metadata, program = unpack_engine((tmp_path / "a.engine").read_bytes())
     assert program == b"ftrt-program"
     assert metadata["names"] == {str(key): name for key, name in NAMES.items()} and metadata["stride"] == 32

@@ -166,6 +166,16 @@ def test_a_batch_is_matched_like_its_images(monkeypatch):
                 assert torch.equal(chosen[table.amax(1) > 0], table.argmax(1)[table.amax(1) > 0])
 
 
+@pytest.mark.gpu
+def test_card_and_processor_agree():
+    labels, detections = random_scene(1, objects=20, count=60)
+    expected = match_batch(detections, [40, 20], labels, [5, 15], iou_thresholds())
+    found = match_batch(detections.cuda(), [40, 20], labels.cuda(), [5, 15], iou_thresholds("cuda")).cpu()
+    assert torch.equal(found.correct, expected.correct)
+    assert torch.equal(found.pairs, expected.pairs)
+    torch.testing.assert_close(found.nearest, expected.nearest)
+
+
 def test_a_batch_without_images_or_rows():
     none = torch.zeros(0, 6), torch.zeros(0, 5)
     for counts in ([], [0, 0]):

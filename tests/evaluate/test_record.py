@@ -60,6 +60,11 @@ def test_worst_images_are_drawn_with_labels_and_detections(result, tmp_path):
     assert len(json.dumps(content)) < 1.5e6
 
 
+def test_pictures_can_be_left_out(result, tmp_path):
+    path = write_evaluation(result, tmp_path, use_pictures=False)
+    assert json.loads(path.read_text(encoding="utf-8"))["worst"] == {} and path.stat().st_size < 30_000
+
+
 def test_pictures_that_have_gone_are_named_without_being_drawn(tmp_path):
     result = validate_pictures(tmp_path)
     for picture in (tmp_path / "pictures").iterdir():

@@ -33,6 +33,7 @@ else:
 
 MADE_BY = "yolov9 prepared data"
 MANIFEST, IN_USE, WRITER = "manifest.json", "in-use.lock", "writer.lock"
+LOCKABLE = "a+b"  # on network disks a shared lock asks for a file that can be read, an exclusive one for writing
 MAX_ATTEMPTS = 100  # to use a folder that another run is just removing
 DECODED, MOSAICS = "decoded", "mosaics"  # kinds
 OWN_SUFFIXES = (".pixels", ".rows", ".damaged", ".mosaics", ".tmp", ".lock")
@@ -99,7 +100,7 @@ class CacheFolder:
         for _ in range(MAX_ATTEMPTS):
             self.path.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):
-                file = open(self.path / IN_USE, "ab")  # noqa: SIM115 - stays open as long as the folder is in use
+                file = open(self.path / IN_USE, LOCKABLE)  # noqa: SIM115 - stays open as long as the folder is in use
                 _lock(file, SHARED)
                 if _is_file_at(file, self.path / IN_USE):
                     self._in_use = file
@@ -125,7 +126,7 @@ class CacheFolder:
 
         Gives False where the disk knows no locks: two runs then store the same pictures twice, under different names.
         """
-        with open(self.path / WRITER, "ab") as file:
+        with open(self.path / WRITER, LOCKABLE) as file:
             try:
                 is_locked = _lock(file, EXCLUSIVE | AT_ONCE, is_told=True)
             except BlockingIOError:
@@ -205,7 +206,7 @@ def _own_files(folder: Path) -> Iterator[os.DirEntry[str]]:
 
 def _remove(folder: Path) -> bool:
     """Delete the files of ours in a folder that no run uses, and the folder where nothing else is in it."""
-    with contextlib.suppress(OSError), open(folder / IN_USE, "ab") as file:
+    with contextlib.suppress(OSError), open(folder / IN_USE, LOCKABLE) as file:
         if not _lock(file, EXCLUSIVE | AT_ONCE):
             return False
         # The manifest goes last but one: a removal that is broken off can be taken up again.

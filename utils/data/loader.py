@@ -115,11 +115,12 @@ class EpochLoader:
         self._restart()
         synchronise(composer.device)  # batches that are still being made read from the pool
         count, is_whole = len(stream.fill_requests()), composer.pool.layout.is_whole
-        with progress(total=count, desc="pictures to the GPU", unit=f"x{FILL_PICTURES}", disable=not is_whole) as bar:
+        total = min(count * FILL_PICTURES, len(self.dataset))
+        with progress(total=total, desc="pictures to the GPU", unit="img", disable=not is_whole) as bar:
             for _ in range(count):
                 parcel = self._take()
                 composer.pool.put(parcel.first_slot, parcel.pixels)
-                bar.update()
+                bar.update(min(FILL_PICTURES, total - bar.n))
         synchronise(composer.device)
         self._is_pool_filled = is_whole
 

@@ -74,10 +74,12 @@ class StallWatch:
 
     def _look(self) -> None:
         begun, next_s = None, self.limit_s
-        while not self._is_closed.wait(self.limit_s / CHECKS):
+        while not self._is_closed.wait(self.limit_s / CHECKS if self.limit_s > 0 else STALL_S / CHECKS):
             describe, since = self._describe(), self._since
             if describe is None:
                 return
+            if self.limit_s <= 0:  # switched off meanwhile
+                continue
             if since != begun:
                 begun, next_s = since, self.limit_s
             if since is not None and time.monotonic() - since >= next_s:

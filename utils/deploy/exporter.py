@@ -103,10 +103,10 @@ def prepare(weights: Path, options: ExportOptions, device: torch.device) -> Expo
         raise ValueError(f"--weights {weights}: export starts from a .pt file")
     checkpoint = load_checkpoint(find_weights(weights, offline=options.offline))
     model = build_model(checkpoint).eval().requires_grad_(False)
-    lean = inference_form(model).requires_grad_(False).to(device)
+    lean = inference_form(model).requires_grad_(False)
     stride = int(model.stride.max())
     height, width = check_img_size(list(options.imgsz), stride)
-    _check_conversion(model, lean, (height, width), device)
+    _check_conversion(model, lean, (height, width))
     for title, text in describe_network(model).items():
         LOGGER.info(f"{title:<14} {text}")
     description = ExportDescription(
@@ -117,17 +117,23 @@ def prepare(weights: Path, options: ExportOptions, device: torch.device) -> Expo
         dynamic=options.dynamic,
         dynamic_hw=options.dynamic_hw,
     )
-    network = InferenceNetwork(lean, options.dynamic_hw).eval()
+    network = InferenceNetwork(lean.to(device), options.dynamic_hw).eval()
     return ExportJob(
-        checkpoint=checkpoint, model=model, network=network, description=description, options=options, device=device
+        weights=weights,
+        checkpoint=checkpoint,
+        model=model,
+        network=network,
+        description=description,
+        options=options,
+        device=device,
     )
 
 
 @torch.no_grad()
-def _check_conversion(model: DetectionModel, lean: DetectionModel, size: tuple[int, int], device: torch.device) -> None:
-    """Compare the inference form with the model it was made from, on noise."""
+def _check_conversion(model: DetectionModel, lean: DetectionModel, size: tuple[int, int]) -> None:
+    """Compare the inference form with the model it was made from, on noise, both on the CPU."""
     images = torch.rand(1, 3, *size, generator=torch.Generator().manual_seed(0))
-    deviation = (lead_prediction(lean(images.to(device))).cpu() - lead_prediction(model(images))).abs()
+    deviation = (lead_prediction(lean(images)) - lead_prediction(model(images))).abs()
     found = Difference(box_px=deviation[:, :4].max().item(), score=deviation[:, 4:].max().item())
     _check_difference(found, is_half=False, what="the inference form")
 
@@ -174,7 +180,7 @@ def compare(job: ExportJob, runner: Runner) -> Difference:
     """Run an exported file and the float32 network on the same noise, for every kind of shape the file accepts."""
     worst_box, worst_score = 0.0, 0.0
     for images in _noise(job.description, job.device):
-        deviation = (lead_output(runner(_typed(images, runner))).float() - job.network(images)).abs()
+        deviation = (lead_output(runner(_typed(images, runner))).float() - _reference(job, images)).abs()
         if not torch.isfinite(deviation).all():
             raise ValueError("the exported file gives values that are not finite")
         worst_box = max(worst_box, deviation[:, :4].max().item())
@@ -189,7 +195,7 @@ def _compare_detections(job: ExportJob, runner: Runner) -> Difference:
     settings = job.nms
     for images in _noise(job.description, job.device):
         arguments = {"conf_thres": settings.conf_thres, "iou_thres": settings.iou_thres, "max_det": settings.max_det}
-        expected = non_max_suppression(job.network(images), **arguments)
+        expected = non_max_suppression(_reference(job, images), **arguments)
         found = non_max_suppression(lead_output(runner(_typed(images, runner))).float(), **arguments)
         for wanted, given in zip(expected, found, strict=True):
             total += len(wanted)
@@ -218,6 +224,12 @@ def _noise(description: ExportDescription, device: torch.device) -> Iterator[Ten
     generator = torch.Generator().manual_seed(0)
     for count, rows, columns in shapes:
         yield torch.rand(count, channels, rows, columns, generator=generator).to(device)
+
+
+def _reference(job: ExportJob, images: Tensor) -> Tensor:
+    """Return the prediction in full float32, which GPUs otherwise shorten to 10 bits behind the point."""
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        return job.network(images)
 
 
 def _typed(images: Tensor, runner: Runner) -> Tensor:
@@ -270,7 +282,7 @@ def _log_table(done: list[Written], job: ExportJob) -> None:
     LOGGER.info(f"{'format':<14}{'MB':>9}{'box px':>12}{'score':>12}{'ms/image':>12}  file")
     if job.options.benchmark:
         reference = time_per_image_ms(_Eager(job), job)
-        LOGGER.info(f"{'PyTorch':<14}{'':>9}{'':>12}{'':>12}{reference:>12.2f}  {job.options.weights[0]}")
+        LOGGER.info(f"{'PyTorch':<14}{'':>9}{'':>12}{'':>12}{reference:>12.2f}  {job.weights}")
     for entry in done:
         box, score = ("-", "-")
         if entry.difference:

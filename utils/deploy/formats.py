@@ -55,11 +55,13 @@ class ExportJob:
     """One weights file with everything that a format needs.
 
     Attributes:
-        checkpoint: what the file holds.
+        weights: the file.
+        checkpoint: what it holds.
         model: its network as it is, float32, on the CPU.
         network: the inference form (lead branch only, norms folded) on ``device``.
     """
 
+    weights: Path
     checkpoint: Checkpoint
     model: DetectionModel
     network: InferenceNetwork
@@ -119,7 +121,7 @@ def _write_onnx(job: ExportJob, path: Path, description: ExportDescription, nms:
 def _openvino(job: ExportJob, path: Path) -> None:
     graph = path / "graph.onnx"
     _write_onnx(job, graph, replace(job.description, half=False))  # OpenVINO rounds the weights itself
-    write_openvino(graph, path, Path(job.options.weights[0]).stem, job.description)
+    write_openvino(graph, path, job.weights.stem, job.description)
     graph.unlink()
 
 

@@ -102,7 +102,7 @@ class Pipeline:
         Streams are read only when the network is free, because a picture that waits is an old one.
         """
         self.is_live = streams is not None
-        depth = 1 + (READ_AHEAD - 1) // self.batch_size
+        depth = 1 if self.is_live else 1 + (READ_AHEAD - 1) // self.batch_size
         with ThreadPoolExecutor(ENCODERS, thread_name_prefix="encode") as pool, Overlap(depth) as overlap:
             ahead = self._in_this_thread if self.options.sequential else overlap.ahead
             between = self._in_this_thread if self.is_live else ahead

@@ -78,6 +78,8 @@ def build_engine(
     config.add_optimization_profile(profile)
     if description.half:
         _allow_half(trt, builder, config)
+    elif hasattr(trt.BuilderFlag, "TF32"):
+        config.clear_flag(trt.BuilderFlag.TF32)  # full float32: whoever wants speed asks for half precision
     LOGGER.info(f"TensorRT {trt.__version__}: building for batches {'/'.join(map(str, batches))}; this takes minutes")
     program = builder.build_serialized_network(network, config)
     if program is None:

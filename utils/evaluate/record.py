@@ -33,14 +33,17 @@ GREEN, RED = (80, 190, 60), (40, 40, 215)  # BGR: as it should be, and not; only
 LINE_WIDTH, FONT_SIZE = 2, 18  # pixels
 
 
-def write_evaluation(result: ValResult, folder: str | Path, *, epoch: int | None = None) -> Path | None:
-    """Write evaluation.json into ``folder``, with the worst images; return its path.
+def write_evaluation(
+    result: ValResult, folder: str | Path, *, epoch: int | None = None, use_pictures: bool = True
+) -> Path | None:
+    """Write evaluation.json into ``folder`` and return its path.
 
-    ``epoch`` is the one that was validated; None stands for a finished model. Where the file cannot be written one line
-    says so, and None is returned: no training ends for it.
+    ``epoch`` is the one that was validated; None stands for a finished model. ``use_pictures`` says whether the worst
+    images are drawn into it. Where the file cannot be written one line says so, and None is returned: no training ends
+    for it.
     """
     path = Path(folder) / FILE_NAME
-    content = {**describe(result), "epoch": epoch, "worst": _worst(result)}
+    content = {**describe(result), "epoch": epoch, "worst": _worst(result) if use_pictures else {}}
     try:
         write_text_atomic(path, json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False))
     except OSError as error:

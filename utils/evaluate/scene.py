@@ -35,12 +35,12 @@ class Scene:
 
         Args:
             found: detections (n, 6) of each image in input pixels; they stay on their device.
-            targets: (T, 6) image, class, x, y, w, h normalised to the input, in host memory.
+            targets: (T, 6) image, class, x, y, w, h normalised to the input.
             shapes: per image ((height, width) of the original, ((gain y, gain x), (pad x, pad y))).
             input_shape: height, width of the network's input.
         """
         height, width = input_shape
-        targets = targets.double()
+        targets = targets.cpu().double()
         targets = targets[targets[:, 0].argsort(stable=True)]
         corners = xywh2xyxy(targets[:, 2:] * torch.tensor([width, height, width, height]))
         counts, wanted = [len(part) for part in found], torch.bincount(targets[:, 0].long(), minlength=len(shapes))

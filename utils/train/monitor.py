@@ -47,7 +47,8 @@ class MonitorSetup:
     """What the monitor has to know of a run.
 
     ``forward_flops`` of one image and ``peak_tflops`` of the card give the utilisation of its arithmetic; 0 or None
-    leaves that out. No advice is given in epochs that end within the first ``warmup_steps`` batches.
+    leaves that out. No advice is given in epochs that end within the first ``warmup_steps`` batches. Where steps are
+    recorded as CUDA graphs, torch does not know how much of their memory is in use.
     """
 
     clip_limit: float = 10.0
@@ -55,6 +56,7 @@ class MonitorSetup:
     forward_flops: float = 0.0
     peak_tflops: float | None = None
     warmup_steps: int = 0
+    is_recorded: bool = False
     ranges: HealthyRanges = field(default_factory=HealthyRanges)
 
 
@@ -190,11 +192,14 @@ class Monitor:
             "gpu/utilisation_min": usage.lowest,
             "gpu/utilisation_max": usage.highest,
             "gpu_gb": torch.cuda.memory_reserved(self.device) / GB if is_cuda else 0.0,
-            "gpu/allocated_gb": torch.cuda.max_memory_allocated(self.device) / GB if is_cuda else 0.0,
+            "gpu/allocated_gb": self._allocated_gb() if is_cuda else 0.0,
             "gpu/device_gb": usage.device_gb,
             "gpu/swing_gb": usage.swing_gb,
         }
         return {name: math.nan if value is None else value for name, value in values.items()}
+
+    def _allocated_gb(self) -> float:
+        return math.nan if self.setup.is_recorded else torch.cuda.max_memory_allocated(self.device) / GB
 
     def _learning_rates(self) -> dict[str, float]:
         return dict(zip(RESULT_COLUMNS[-3:], self.lrs, strict=False))

@@ -26,7 +26,7 @@ from utils.options import Hyp, TrainOptions
 from utils.preflight import apply_alloc_conf, preflight
 from utils.runtime import check_img_size, init_seeds, limit_threads, select_device
 from utils.train.autobatch import find_batch_size
-from utils.train.batch_pass import make_batch_pass
+from utils.train.batch_pass import CapturedPass, make_batch_pass
 from utils.train.ema import ModelEMA
 from utils.train.gpu_sampler import GpuSampler
 from utils.train.loaders import make_loaders
@@ -177,6 +177,7 @@ class Trainer:
             forward_flops=flops(self.model, self.imgsz),
             peak_tflops=device_peak_tflops(self.device, self.amp_dtype),
             warmup_steps=self.schedule.warmup_steps,
+            is_recorded=isinstance(self.batch_pass, CapturedPass),
         )
         self.monitor = Monitor(
             self.save_dir, self.device, setup, board=self.board, sampler=sampler, resume_step=self.step_index

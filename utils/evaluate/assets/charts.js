@@ -65,7 +65,7 @@ function logTicks(low, high) {
 
 class LineChart {
   // options: title, x (name of the axis), group, series [{name, x, y, colour, thin, dashed}], log, range [low, high],
-  // events [{x, name}], points [{x, y, name}]
+  // events [{x, name}], points [{x, y, name}], legend (also for a single line)
   constructor(options) {
     this.options = options;
     this.series = options.series.map((line, index) => ({ colour: colour(index), ...line, hidden: false }));
@@ -86,7 +86,7 @@ class LineChart {
   }
 
   legend() {
-    if (this.series.length < 2) return element("div", { class: "legend" });
+    if (this.series.length < 2 && !this.options.legend) return element("div", { class: "legend" });
     return element("div", { class: "legend" }, this.series.map((line) => {
       const swatch = element("span", { class: "swatch", style: `background:${line.colour}` });
       const button = element("button", { type: "button", "aria-pressed": "true" }, swatch, line.name);

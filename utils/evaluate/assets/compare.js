@@ -64,7 +64,7 @@ function differences(runs) {
 
 function comparedCharts(runs) {
   const charts = COMPARED.map(([key, title]) => chart({
-    title, x: "epoch", group: "epoch",
+    title, x: "epoch", group: "epoch", legend: true,
     series: runs.map((run, index) => ({ name: run.title, x: run.results.epoch || [], y: run.results[key], colour: colour(index) })),
   })).filter(Boolean);
   return section("Curves", charts.length ? element("div", { class: "charts" }, charts) : null);

@@ -90,7 +90,7 @@ function summary(run) {
   };
   if (done) tiles.push(tile("epochs done", `${last(results.epoch) + 1} of ${run.epochs || "?"}`));
   if (best !== null) tiles.push(tile("best epoch", format(results.epoch[best]), "0.1 mAP50 + 0.9 mAP50-95 is highest"));
-  figure("mAP50-95 (YOLO)", "metrics/mAP_0.5:0.95", evaluation.map, "101 recalls, trapezoid: higher than COCO's");
+  figure("mAP50-95 (YOLO)", "metrics/mAP_0.5:0.95", evaluation.map, "mean over the classes, area under the curve by trapezoids");
   figure("mAP50 (YOLO)", "metrics/mAP_0.5", evaluation.map50);
   figure("AP (COCO)", "coco/AP", coco.ap, "as pycocotools computes it");
   figure("AP small (COCO)", "coco/AP_small", coco.ap_small, "objects under 32x32 pixels");
@@ -194,8 +194,8 @@ function sizes(run) {
       card(
         element("div", { class: "scroll" },
           element("table", {}, element("thead", {}, element("tr", {}, titles)), element("tbody", {}, both))),
-        quiet("Same detections, two definitions. YOLO's integrates linearly between points and joins the end of the curve "
-          + "to zero, so it is a little higher; the literature quotes COCO's."),
+        quiet("Same detections, two definitions, close to each other. YOLO's joins the end of the curve to zero, and gives "
+          + "a detection whose best label is taken no second chance. The literature quotes COCO's."),
       )),
   );
 }
