@@ -184,6 +184,7 @@ def _check_entries(archive: zipfile.ZipFile, size: int) -> None:
         name = entry.filename.replace("\\", "/")
         if name.startswith("/") or ".." in name.split("/") or ":" in name.split("/")[0]:
             raise UnsafeWeightsError(f"holds the entry {entry.filename!r}, which points outside of the archive")
+    _pickle_folder(archive.namelist())  # says what other kind of archive it is
     claimed = sum(entry.file_size for entry in archive.infolist())
     if claimed > size:
         raise UnsafeWeightsError(
