@@ -24,7 +24,9 @@ import torch
 
 from bench.pictures import CLASSES, make_pictures
 from bench.records import append_record
+from utils.data.listing import list_images
 from utils.data.prefetch import DevicePrefetcher
+from utils.data.spec import load_data_spec
 from utils.files import write_yaml
 from utils.log import LOGGER
 from utils.options import TrainOptions
@@ -127,24 +129,36 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     """Measure and print every way."""
     arguments = parse(argv)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        data = arguments.data or str(made_data(folder, arguments))
+        found = measure_ways(arguments, data, folder)
+    if arguments.record:
+        print(append_record(f"{torch.cuda.get_device_name()}: " + "; ".join(found), arguments.epochs))
+
+
+def measure_ways(arguments: argparse.Namespace, data: str, folder: Path) -> list[str]:
+    """Measure every way on a data set, print and return a line for each; runs are written below ``folder``."""
     if not torch.cuda.is_available():
         raise SystemExit("bench.train_e2e measures CUDA devices; none was found")
     if not arguments.loud:
         LOGGER.setLevel(logging.WARNING)
     found = []
-    with tempfile.TemporaryDirectory() as folder:
-        data = arguments.data or made_data(Path(folder), arguments)
-        for way in arguments.ways:
-            common = f"--data {data} --cfg {arguments.cfg} --batch {arguments.batch} --img {arguments.img} "
-            common += f"--workers {arguments.workers} --project {folder}/runs --noplots --noval --nosave --weights= "
-            common += "--hyp hyp.scratch-high.yaml --epochs 1000"
-            options = TrainOptions.from_cli(shlex.split(common) + shlex.split(way))
-            figures = measure(options, arguments.epochs)
-            found.append(f"`{way}`: {figures}")
-            print(found[-1], flush=True)
-            torch.cuda.empty_cache()
-    if arguments.record:
-        print(append_record(f"{torch.cuda.get_device_name()}: " + "; ".join(found), arguments.epochs))
+    for way in arguments.ways:
+        common = f"--data {data} --cfg {arguments.cfg} --batch {arguments.batch} --img {arguments.img} "
+        common += f"--workers {arguments.workers} --project {folder}/runs --noplots --noval --nosave --weights= "
+        common += "--hyp hyp.scratch-high.yaml --epochs 1000"
+        options = TrainOptions.from_cli(shlex.split(common) + shlex.split(way))
+        figures = measure(options, arguments.epochs)
+        found.append(f"`{way}`: {figures}")
+        print(found[-1], flush=True)
+        torch.cuda.empty_cache()
+    return found
+
+
+def count_pictures(data: str) -> int:
+    """Number of training pictures of a data set."""
+    return len(list_images(load_data_spec(data).train).files)
 
 
 def made_data(folder: Path, arguments: argparse.Namespace) -> Path:

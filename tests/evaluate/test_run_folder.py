@@ -158,6 +158,14 @@ def test_warnings_are_kept_counted_and_survive_a_resume(tmp_path):
     }
 
 
+def test_a_recorder_that_was_left_open_ends_with_the_next_run(tmp_path):
+    left = WarningRecorder()
+    left.write_to(tmp_path)
+    WarningRecorder().close()
+    LOGGER.warning("of nobody")
+    assert read_warnings(tmp_path) == []
+
+
 def test_warnings_of_an_older_run_in_the_folder_are_dropped(tmp_path):
     (tmp_path / "warnings.json").write_text('[{"text": "old", "count": 1, "first": ""}]')
     recorder = WarningRecorder()

@@ -16,7 +16,7 @@ MAX_KINDS = 200  # different texts that are kept; a run that says more repeats i
 
 
 class WarningRecorder(logging.Handler):
-    """Listens to the project's log from its creation until ``close``; what came before the folder exists is kept.
+    """Listens to the project's log until ``close`` or the next recorder; what comes before the folder exists is kept.
 
     recorder = WarningRecorder()
     ...                              # warnings are kept in memory
@@ -28,6 +28,8 @@ class WarningRecorder(logging.Handler):
         super().__init__(level=logging.WARNING)
         self.entries: dict[str, dict[str, Any]] = {}
         self.folder: Path | None = None
+        for earlier in [handler for handler in LOGGER.handlers if isinstance(handler, WarningRecorder)]:
+            earlier.close()  # of a run that was broken off: what is said from now on is not its business
         LOGGER.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
