@@ -36,7 +36,8 @@ REEXPORTS = {
 
 # Imports point downwards or stay on a level; the first pattern that fits a module gives its level.
 LEVELS = (
-    (r"utils\.(log|files|runtime|boxes|anchors|threads|kernels(\.\w+)*)|models\.upstream|(models|utils)(\.\w+)?\.__init__", 0),
+    (r"utils\.(log|files|runtime|boxes|anchors|threads|kernels(\.\w+)*)|models\.upstream", 0),
+    (r"(models|utils)(\.\w+)?\.__init__", 0),
     (r"models\.(blocks|stages)|utils\.(nms|slicing|cli|preflight|options(\.\w+)?)", 1),
     (r"models\.heads|utils\.data\..*", 2),
     (r"models\.(backend|runners)|utils\.evaluate\.validator|utils\.train\.monitor", 5),

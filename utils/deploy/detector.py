@@ -107,6 +107,7 @@ class Detector:
                 dnn=options.dnn,
                 data=options.data or None,
                 fp16=options.half,
+                offline=options.offline,
             )
         if options.visualize and not model.pt:
             raise ValueError("--visualize needs a .pt file; exported files hold one fixed pass")

@@ -79,6 +79,7 @@ class Predictor:
                 dnn=chosen.dnn,
                 data=chosen.data or None,
                 fp16=chosen.half,
+                offline=chosen.offline,
             )
         else:
             model = weights

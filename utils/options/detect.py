@@ -18,7 +18,10 @@ class DetectOptions(FromCli):
 
     description = "Find objects in pictures and videos."
 
-    weights: list = option(["yolo.pt"], "weights: .pt, .torchscript or .onnx", nargs="+", type=str)
+    weights: list = option(
+        ["yolo.pt"], "weights: .pt, .torchscript, .onnx, .engine or an OpenVINO folder", nargs="+", type=str
+    )
+    offline: bool = option(False, "never fetch published weights (also: environment variable YOLO_OFFLINE=1)")
     source: str = option(
         "data/images", "picture, video, folder, pattern with *, .txt list, stream address, camera number or screen"
     )

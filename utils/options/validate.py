@@ -19,7 +19,10 @@ class ValOptions(FromCli):
     description = "Measure a detector on a labelled data set."
 
     data: str = option("data/coco.yaml", "data set YAML")
-    weights: list = option(["yolo.pt"], "weights: .pt, .torchscript or .onnx", nargs="+", type=str)
+    weights: list = option(
+        ["yolo.pt"], "weights: .pt, .torchscript, .onnx, .engine or an OpenVINO folder", nargs="+", type=str
+    )
+    offline: bool = option(False, "never fetch published weights (also: environment variable YOLO_OFFLINE=1)")
     batch_size: int = option(32, "images per step", "--batch")
     imgsz: int = option(640, "image side in pixels", "--img", "--img-size")
     conf_thres: float = option(0.001, "lowest confidence that counts", "--conf")

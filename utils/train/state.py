@@ -42,6 +42,12 @@ def make_checkpoint(trainer: Trainer, metrics: Mapping[str, float]) -> Checkpoin
         opt=trainer.recorded_options,
         date=datetime.now().isoformat(timespec="seconds"),
         metrics={name: float(value) for name, value in metrics.items()},
+        data={
+            "yaml": str(trainer.spec.yaml_file),
+            "train_images": len(trainer.train_set),
+            "train_boxes": len(trainer.train_set.labels.values),
+            "val_images": len(trainer.val_set),
+        },
     )
 
 
