@@ -26,7 +26,7 @@ from utils.train.monitor import (
     read_results,
     timed,
 )
-from utils.train.readings import MACHINE_COLUMNS, DeviceSums
+from utils.train.readings import MACHINE_COLUMNS, SIZE_COLUMNS, DeviceSums
 
 CPU = torch.device("cpu")
 
@@ -36,7 +36,7 @@ def test_results_table_keeps_upstreams_columns_first(tmp_path: Path) -> None:
     table.append({"epoch": 0, "train/box_loss": 1.23456789, "x/lr2": 0.01, "gpu_gb": 2.5})
     lines = (tmp_path / "results.csv").read_text().splitlines()
     header = lines[0].split(",")
-    assert [name.strip() for name in header] == list(RESULT_COLUMNS + EXTRA_COLUMNS)
+    assert [name.strip() for name in header] == [*RESULT_COLUMNS, *EXTRA_COLUMNS, *SIZE_COLUMNS]
     assert {len(name) for name in header} == {20, 24} or all(len(name) >= 20 for name in header)
     assert lines[1].split(",")[1] == f"{1.2346:>20}"
     assert RESULT_COLUMNS[:8] == (

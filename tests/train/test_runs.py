@@ -43,7 +43,7 @@ def test_a_run_leaves_every_promised_file_and_the_data_set_as_it_was(make_option
     before = fingerprint(Path(options.data).parent)
     result = Trainer(options).fit()
     folder = run_folder(options)
-    for name in ("hyp.yaml", "opt.yaml", "results.csv", *PLOTS):
+    for name in ("hyp.yaml", "opt.yaml", "results.csv", "report.html", "evaluation.json", *PLOTS):
         assert (folder / name).stat().st_size > 0, name
     assert {path.name for path in (folder / "weights").iterdir()} == {"last.pt", "best.pt", "epoch0.pt", "epoch1.pt"}
     assert read_yaml(folder / "opt.yaml")["hyp"]["lr0"] == read_yaml(folder / "hyp.yaml")["lr0"]
@@ -169,7 +169,8 @@ def test_every_switch_trains(make_options: MakeOptions, changes: dict, tmp_path:
     result = Trainer(options).fit()
     columns = read_results(run_folder(options) / "results.csv")
     assert columns["epoch"] == [0, 1]
-    assert all(np.isfinite(values).all() for name, values in columns.items() if name not in MACHINE_COLUMNS)
+    unknown = (*MACHINE_COLUMNS, "coco/AP_large")  # the set holds no large objects
+    assert all(np.isfinite(values).all() for name, values in columns.items() if name not in unknown)
     assert columns["val/cls_loss"][1] > 0
     assert (columns["val/cls_loss"][0] == 0) == bool(changes.get("noval"))
     assert result.instances > 0

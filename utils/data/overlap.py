@@ -26,8 +26,8 @@ WHOLE_BYTES, PIECE_BYTES = 1 << 18, 1 << 16  # files up to the first are read wh
 class Overlap:
     """Pictures of the second set that are in the first one, as pairs (second, first).
 
-    candidates of the second set have the size, in bytes and in pixels, of one of the first; compared tells of how many
-    of these the content was compared.
+    candidates of the second set have the size, in bytes and in pixels, of pictures of the first; compared tells of how
+    many of these the content was compared with all of those.
     """
 
     total: int = 0
@@ -78,13 +78,13 @@ def find_overlap(first: ScanResult, second: ScanResult) -> Overlap:
     ]
     overlap.candidates = len(candidates)
     chosen, files = _within_limit(candidates, first, second)
-    overlap.compared = len(chosen)
+    overlap.compared = sum(len(partners) <= MAX_READ_FILES // 2 for _, partners in chosen)
     is_remote = bool(first.notes.network or second.notes.network)
     with ThreadPoolExecutor(NETWORK_THREADS if is_remote else min(SCAN_THREADS, os.cpu_count() or 1)) as pool:
         digests = dict(zip(files, pool.map(_digest, files), strict=True))
     for index, partners in chosen:
         path = second.im_files[index]
-        names = (first.im_files[partner] for partner in partners)
+        names = (first.im_files[partner] for partner in _spread(partners))
         twin = next((name for name in names if digests[path] and digests[name] == digests[path]), None)
         if twin is not None:
             overlap.same_content.append((path, twin))
@@ -103,12 +103,18 @@ def _within_limit(
     chosen, files = [], {}
     for number in np.random.default_rng(0).permutation(len(candidates)).tolist():
         index, partners = candidates[number]
-        more = dict.fromkeys((second.im_files[index], *(first.im_files[partner] for partner in partners)))
+        more = dict.fromkeys((second.im_files[index], *(first.im_files[partner] for partner in _spread(partners))))
         if len(files | more) > MAX_READ_FILES:
             break
         files |= more
         chosen.append((index, partners))
     return sorted(chosen), list(files)
+
+
+def _spread(partners: Sequence[int]) -> Sequence[int]:
+    """The partners, or as many as half of MAX_READ_FILES, spread evenly."""
+    most = MAX_READ_FILES // 2
+    return partners if len(partners) <= most else [partners[i * len(partners) // most] for i in range(most)]
 
 
 def _digest(path: str) -> bytes:

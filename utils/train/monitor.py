@@ -27,6 +27,7 @@ from utils.train.readings import (
     LOSS_NAMES,
     MONITOR_COLUMNS,
     RESULT_COLUMNS,
+    SIZE_COLUMNS,
     DeviceSums,
     Reading,
     ratio,
@@ -240,7 +241,7 @@ class ResultsTable:
 
     def __init__(self, path: Path, resume_epoch: int = 0) -> None:
         self.path = path
-        self.columns = RESULT_COLUMNS + EXTRA_COLUMNS
+        self.columns = (*RESULT_COLUMNS, *EXTRA_COLUMNS, *SIZE_COLUMNS)
         rows = self._rows_before(resume_epoch) if resume_epoch and path.exists() else []
         lines = [",".join(f"{name:>20s}" for name in self.columns), *rows]
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -38,6 +38,8 @@ MACHINE_COLUMNS = (
 )
 RATIO_COLUMNS = ("train/grad_norm_per_image", "train/box_cls_ratio")
 EXTRA_COLUMNS = (*GRADIENT_COLUMNS, *MACHINE_COLUMNS[:2], *RATIO_COLUMNS, *MACHINE_COLUMNS[2:])
+# AP by object size as COCO defines it: known once per epoch, NaN where the data set has no such object.
+SIZE_COLUMNS = tuple(f"coco/{name}" for name in ("AP", "AP50", "AP75", "AP_small", "AP_medium", "AP_large", "AR"))
 MONITOR_COLUMNS = ("step", "epoch", *RESULT_COLUMNS[1:4], *RESULT_COLUMNS[-3:], *EXTRA_COLUMNS)
 
 

@@ -19,7 +19,10 @@ from utils.data.prefetch import DevicePrefetcher
 from utils.data.report import say_unread, write_data_report
 from utils.data.sampling import class_weights, image_weights
 from utils.evaluate.metrics import fitness
+from utils.evaluate.record import write_evaluation
+from utils.evaluate.report import write_report
 from utils.evaluate.validator import Validator, ValResult
+from utils.evaluate.warning_file import WarningRecorder
 from utils.files import atomic_write, increment_path, lock_folder, write_yaml
 from utils.log import LOGGER, progress
 from utils.options import Hyp, TrainOptions
@@ -61,6 +64,7 @@ class Trainer:
     def __init__(self, options: TrainOptions) -> None:
         """Check the input and build everything; the run's folder is made last, when nothing was refused."""
         limit_threads()
+        self.warning_recorder = WarningRecorder()
         self.options, resume, resume_folder = prepare_run(options)
         LOGGER.info("train: " + ", ".join(f"{name}={value}" for name, value in self.options.to_dict().items()))
         LOGGER.info(apply_alloc_conf(self.options.alloc_conf))
@@ -168,6 +172,9 @@ class Trainer:
             "save_dir": str(self.save_dir),
         }
         write_yaml(self.save_dir / "opt.yaml", {**self.recorded_options, "hyp": self.hyp.to_dict()})
+        self.warning_recorder.write_to(self.save_dir, keep=resume is not None)
+        if resume is None:
+            (self.save_dir / "evaluation.json").unlink(missing_ok=True)  # of an older run in a reused folder
         self.results = ResultsTable(self.save_dir / "results.csv", self.start_epoch)
         self.board = TensorBoardWriter(self.save_dir)
         sampler = GpuSampler.for_device(self.device)
@@ -315,7 +322,7 @@ class Trainer:
             self.best_fitness = max(score, self.best_fitness)
             self._check_finite(result.losses, "validation")
             self.unread = say_unread(self.val_set.broken_files(), len(self.val_set), "val: ", known=self.unread)
-            record.update(_validation_columns(result))
+            record.update(result.columns())
         is_done = self.epoch >= self.final_epoch
         if is_stopped and not is_done:
             is_done = self._stop_early()
@@ -323,6 +330,9 @@ class Trainer:
         self.board.scalars(record, self.epoch)
         if not self.options.nosave or is_final or is_done:
             self.save(is_best, record)
+        if result is not None:
+            write_evaluation(result, self.save_dir, epoch=self.epoch, use_pictures=not self.options.noplots)
+        write_report(self.save_dir)
         return result, is_done
 
     def _stop_early(self) -> bool:
@@ -360,6 +370,7 @@ class Trainer:
             model = build_model(load_checkpoint(self.best)).to(self.device).eval().fuse()
             final = self._make_validator(save_dir=self.save_dir, plots=not self.options.noplots, verbose=True)
             result = final.run(model)
+            write_evaluation(result, self.save_dir, use_pictures=not self.options.noplots)
         if not self.options.noplots:
             from utils.evaluate.plots import plot_results
             from utils.evaluate.run_plots import plot_run
@@ -367,6 +378,8 @@ class Trainer:
             plot_results(self.save_dir / "results.csv")
             plot_run(self.save_dir)
         self.board.close()
+        write_report(self.save_dir)
+        self.warning_recorder.close()
         LOGGER.info(f"Results saved to {self.save_dir}")
         return result
 
@@ -412,13 +425,3 @@ class Trainer:
                 f"the {kind} loss of epoch {self.epoch} is not finite ({losses}). {self._kept()}. "
                 "Try --no-amp, a smaller lr0 in --hyp, or look for broken labels"
             )
-
-
-def _validation_columns(result: ValResult) -> dict[str, float]:
-    return {
-        "metrics/precision": result.precision,
-        "metrics/recall": result.recall,
-        "metrics/mAP_0.5": result.map50,
-        "metrics/mAP_0.5:0.95": result.map,
-        **dict(zip(("val/box_loss", "val/cls_loss", "val/dfl_loss"), result.losses, strict=True)),
-    }
