@@ -324,9 +324,7 @@ def preflight(device: torch.device, *, driver: Driver | None = None, is_thorough
     driver = driver or read_driver()
     machine = inspect_machine(device, driver)
     report = Report(
-        [
-            f"torch's CUDA build {machine.cuda_build or machine.hip_build or 'none'}, driver {driver or 'none'}"
-        ]
+        [f"torch's CUDA build {machine.cuda_build or machine.hip_build or 'none'}, driver {driver or 'none'}"]
     )
     free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None
     for part in (_device_lines(device, machine), Report([opencv_line(), numpy_line()]), shared_memory_lines(free)):

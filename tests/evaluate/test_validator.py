@@ -246,3 +246,9 @@ def test_plots_and_counts(tmp_path):
     assert result.confusion.tolist() == [[1, 0, 0, 1], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0]]
     with open(tmp_path / "confusion_matrix.csv", newline="") as handle:
         assert np.array([row[1:] for row in list(csv.reader(handle))[1:]], float).tolist() == result.confusion.tolist()
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_the_number_type_of_the_training_can_be_used(dtype: torch.dtype | None) -> None:
+    validator = Validator([], names={0: "a"}, device=torch.device("cpu"), dtype=dtype)
+    assert validator.dtype == dtype

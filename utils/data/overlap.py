@@ -20,6 +20,7 @@ from utils.data.scan import NETWORK_THREADS, SCAN_THREADS, ScanResult
 
 MAX_READ_FILES = 1000  # opened to compare their content; of larger sets a part is compared, spread evenly
 WHOLE_BYTES, PIECE_BYTES = 1 << 18, 1 << 16  # files up to the first are read whole, of others three pieces
+Key = tuple[int, ...]
 
 
 @dataclass
@@ -55,7 +56,7 @@ class Overlap:
             parts.append(f"{len(self.same_content)} a copy, such as {' = '.join(self.same_content[0])}")
         else:
             parts.append(f"such as {self.same_file[0]}")
-        rest = f"; content was compared for {self.compared} of {self.candidates} that may be copies"
+        rest = f"; of {self.candidates} that may be copies only a part was compared"
         return printable(
             f"{'at least ' if self.compared < self.candidates else ''}{found} of {self.total} validation pictures are "
             f"training pictures too ({', '.join(parts)}){rest if self.compared < self.candidates else ''}: results "
@@ -68,53 +69,57 @@ def find_overlap(first: ScanResult, second: ScanResult) -> Overlap:
     first, second = first.taking_part(), second.taking_part()
     known = {path: index for index, path in enumerate(first.im_files)}
     overlap = Overlap(len(second), [path for path in second.im_files if path in known])
-    alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    alike: dict[Key, list[int]] = defaultdict(list)
     for index, key in enumerate(_keys(first)):
         alike[key].append(index)
     candidates = [
-        (index, alike[key])
+        (index, key)
         for index, (path, key) in enumerate(zip(second.im_files, _keys(second), strict=True))
         if path not in known and key in alike
     ]
+    chosen = _within_limit(candidates, {key: _spread(indices) for key, indices in alike.items()})
     overlap.candidates = len(candidates)
-    chosen, files = _within_limit(candidates, first, second)
-    overlap.compared = sum(len(partners) <= MAX_READ_FILES // 2 for _, partners in chosen)
-    is_remote = bool(first.notes.network or second.notes.network)
-    with ThreadPoolExecutor(NETWORK_THREADS if is_remote else min(SCAN_THREADS, os.cpu_count() or 1)) as pool:
-        digests = dict(zip(files, pool.map(_digest, files), strict=True))
-    for index, partners in chosen:
-        path = second.im_files[index]
-        names = (first.im_files[partner] for partner in _spread(partners))
-        twin = next((name for name in names if digests[path] and digests[name] == digests[path]), None)
+    overlap.compared = sum(len(partners) == len(alike[key]) for _, key, partners in chosen)
+    pairs = [(second.im_files[index], [first.im_files[i] for i in partners]) for index, _, partners in chosen]
+    digests = _digests(pairs, is_remote=bool(first.notes.network or second.notes.network))
+    for path, partners in pairs:
+        twin = next((other for other in partners if digests[path] and digests[other] == digests[path]), None)
         if twin is not None:
             overlap.same_content.append((path, twin))
     return overlap
 
 
-def _keys(scan: ScanResult) -> list[tuple[int, ...]]:
+def _keys(scan: ScanResult) -> list[Key]:
     """Bytes, width and height of each picture."""
     return list(map(tuple, np.column_stack((scan.file_bytes, scan.shapes)).tolist()))
-
-
-def _within_limit(
-    candidates: Sequence[tuple[int, list[int]]], first: ScanResult, second: ScanResult
-) -> tuple[list[tuple[int, list[int]]], list[str]]:
-    """As many candidates, spread over the set, as MAX_READ_FILES allows, and the files to be read for them."""
-    chosen, files = [], {}
-    for number in np.random.default_rng(0).permutation(len(candidates)).tolist():
-        index, partners = candidates[number]
-        more = dict.fromkeys((second.im_files[index], *(first.im_files[partner] for partner in _spread(partners))))
-        if len(files | more) > MAX_READ_FILES:
-            break
-        files |= more
-        chosen.append((index, partners))
-    return sorted(chosen), list(files)
 
 
 def _spread(partners: Sequence[int]) -> Sequence[int]:
     """The partners, or as many as half of MAX_READ_FILES, spread evenly."""
     most = MAX_READ_FILES // 2
     return partners if len(partners) <= most else [partners[i * len(partners) // most] for i in range(most)]
+
+
+def _within_limit(
+    candidates: Sequence[tuple[int, Key]], partners_of: dict[Key, Sequence[int]]
+) -> list[tuple[int, Key, Sequence[int]]]:
+    """As many candidates, spread over the set, as MAX_READ_FILES allows; each with what it is to be compared with."""
+    chosen, number_of_files, seen = [], 0, set()
+    for number in np.random.default_rng(0).permutation(len(candidates)).tolist():
+        index, key = candidates[number]
+        more = 1 + (0 if key in seen else len(partners_of[key]))
+        if number_of_files + more <= MAX_READ_FILES:
+            chosen.append((index, key, partners_of[key]))
+            number_of_files += more
+            seen.add(key)
+    return sorted(chosen, key=lambda choice: choice[0])
+
+
+def _digests(pairs: Sequence[tuple[str, Sequence[str]]], *, is_remote: bool) -> dict[str, bytes]:
+    """Digest of every file of the pairs, read by several threads."""
+    files = list(dict.fromkeys(path for first, others in pairs for path in (first, *others)))
+    with ThreadPoolExecutor(NETWORK_THREADS if is_remote else min(SCAN_THREADS, os.cpu_count() or 1)) as pool:
+        return dict(zip(files, pool.map(_digest, files), strict=True))
 
 
 def _digest(path: str) -> bytes:

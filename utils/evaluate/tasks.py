@@ -51,9 +51,7 @@ def validate(options: ValOptions, weights: str) -> ValResult:
     limit_threads()
     spec = load_data_spec(options.data)
     device = select_device(options.device, options.batch_size)
-    model = DetectMultiBackend(
-        weights, device=device, dnn=options.dnn, data=options.data, offline=options.offline
-    )
+    model = DetectMultiBackend(weights, device=device, dnn=options.dnn, data=options.data, offline=options.offline)
     if device.type == "cuda":
         model.to(memory_format=torch.channels_last)
     if len(model.names) != spec.nc and not options.single_cls:

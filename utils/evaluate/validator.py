@@ -62,6 +62,7 @@ class Validator:
         loader: yields images (B, 3, H, W) uint8, targets (T, 6) image class xywh normalised, paths, shapes.
         names: class number to name.
         half: float16 by autocast, on CUDA only; the weights keep their type.
+        dtype: the same with another short type, such as that of the training; replaces ``half``.
         single_cls: every class counts as class 0, and boxes suppress each other whatever their class.
         loss_fn: ``(raw model output, targets) -> (total, items (3,))``; needs a model that returns its maps.
         save_dir: folder of plots, label files and json; needed for those only.
@@ -82,6 +83,7 @@ class Validator:
         names: Mapping[int, str],
         device: torch.device,
         half: bool = False,
+        dtype: torch.dtype | None = None,
         conf_thres: float = 0.001,
         iou_thres: float = 0.7,
         max_det: int = 300,
@@ -104,7 +106,7 @@ class Validator:
         self.loader = loader
         self.names = {0: "object"} if single_cls and len(names) > 1 else dict(names)
         self.device = torch.device(device)
-        self.dtype = self._mixed_precision(half)
+        self.dtype = dtype or self._mixed_precision(half)
         self.conf_thres, self.iou_thres, self.max_det = conf_thres, iou_thres, max_det
         self.single_cls = single_cls
         self.loss_fn = loss_fn
@@ -171,7 +173,7 @@ class Validator:
     def _settings(self) -> dict[str, str | float | bool]:
         """Return what the figures depend on beside model and data."""
         limits = {"confidence": self.conf_thres, "NMS IoU": self.iou_thres, "boxes per image": self.max_det}
-        how = {"numbers": "float16" if self.dtype else "float32", "device": self.device.type}
+        how = {"numbers": str(self.dtype or torch.float32).removeprefix("torch."), "device": self.device.type}
         special = {"one class": self.single_cls, "augmented": self.augment}
         return {**limits, **how, **{name: True for name, is_on in special.items() if is_on}}
 

@@ -61,6 +61,7 @@ class TrainOptions(FromCli):
         "where training images are put together and changed: gpu, cpu (loader processes), or auto = gpu where possible",
         choices=AUGMENT_PLACES,
     )
+    stall_warning: float = option(300.0, "warn when no batch has come for this many seconds; 0 = never")
     mosaic_cache: int = option(0, "prepare N mosaics once and draw from them; 0 = make each anew")
     image_weights: bool = option(False, "show images with weak classes more often")
     device: str = option("", "'' = GPU if there is one, else CPU; or cpu, 0, 1, …, mps")
@@ -117,7 +118,15 @@ class TrainOptions(FromCli):
     def __post_init__(self) -> None:
         self._refuse_unavailable()
         self.check_at_least(
-            epochs=1, workers=-1, patience=0, min_items=0, close_mosaic=0, open_mosaic=0, accumulate=0, mosaic_cache=0
+            epochs=1,
+            workers=-1,
+            patience=0,
+            min_items=0,
+            close_mosaic=0,
+            open_mosaic=0,
+            accumulate=0,
+            mosaic_cache=0,
+            stall_warning=0,
         )
         if self.imgsz < 32:
             raise ValueError(f"--img {self.imgsz}: should be at least 32 pixels, 640 is usual")

@@ -64,6 +64,7 @@ def make_loaders(
     val = create_dataloader(
         spec.val, imgsz, batch_size, stride, cache=cache, rect=True, pad=0.5, prefix="val: ", **common
     )
+    train[0].stall.limit_s = val[0].stall.limit_s = options.stall_warning
     train[0].fill_pool()
     return train, val
 

@@ -121,7 +121,7 @@ class Trainer:
             self.val_loader,
             names=self.spec.names,
             device=self.device,
-            half=self.amp_dtype is not None,
+            dtype=self.amp_dtype,
             single_cls=self.options.single_cls,
             loss_fn=self.loss_fn,
             **outputs,
@@ -197,6 +197,7 @@ class Trainer:
             self.save_dir,
             single_cls=self.options.single_cls,
             use_sheets=not self.options.noplots,
+            is_resumed=resume is not None,
         )
         if not self.options.noplots and resume is None:
             from utils.evaluate.plots import plot_labels
