@@ -8,7 +8,7 @@ Altinuc and Temizel 2022 (Slicing Aided Hyper Inference); the rule for borders i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ import numpy as np
 from utils.boxes import clip_boxes
 
 BORDER_SHARE = 0.01  # of a slice's side: a box that ends closer to a border may go on behind it
+MAX_PAIRS = 1 << 20  # pairs of boxes whose overlap is computed at a time
 COVERED_SHARE = 0.5  # of the area of an unsure box: so much of it inside a sure box of its class, and it is dropped
 
 Detect = Callable[[list[np.ndarray]], Sequence[np.ndarray]]
@@ -134,11 +135,39 @@ def _shared(row: np.ndarray, others: np.ndarray, agnostic: bool) -> np.ndarray:
     return area if agnostic else area * (others[:, 5] == row[5])
 
 
+def _overlaps(rows: np.ndarray, agnostic: bool) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Yield the pairs of boxes (N, 6) that share an area: numbers of both, the lower first, and the area, (P,) each.
+
+    Only boxes whose ranges of x overlap are compared, which are few in a large picture of small objects.
+    """
+    order = np.argsort(rows[:, 0], kind="stable")
+    left, count = rows[order, 0], np.arange(len(rows)) + 1
+    partners = (np.searchsorted(left, rows[order, 2]) - count).clip(0)  # that begin behind it, and before its end
+    ends = partners.cumsum()
+    start = 0
+    while start < len(rows):
+        stop = max(int(np.searchsorted(ends, ends[start] - partners[start] + MAX_PAIRS, "right")), start + 1)
+        number = partners[start:stop]
+        first = np.repeat(np.arange(start, stop), number)
+        second = first + 1 + np.arange(len(first)) - np.repeat(number.cumsum() - number, number)
+        first, second = order[first], order[second]
+        is_possible = (rows[first, 1] < rows[second, 3]) & (rows[second, 1] < rows[first, 3])
+        if not agnostic:
+            is_possible &= rows[first, 5] == rows[second, 5]
+        first, second = first[is_possible], second[is_possible]
+        one, other = rows[first], rows[second]
+        sides = np.minimum(one[:, 2:4], other[:, 2:4]) - np.maximum(one[:, :2], other[:, :2])
+        yield np.minimum(first, second), np.maximum(first, second), sides.clip(0).prod(1)
+        start = stop
+
+
 def _is_covered(rows: np.ndarray, by: np.ndarray, agnostic: bool) -> np.ndarray:
     """Return for each box (N, 6) whether one of ``by`` holds half of it or more."""
-    needed = COVERED_SHARE * _areas(rows)
-    shared = [_shared(row, by, agnostic).max(initial=0) for row in rows]
-    return np.array(shared, np.float32) >= needed.clip(1e-9) if len(rows) else np.zeros(0, bool)
+    most = np.zeros(len(rows), np.float32)
+    for first, second, shared in _overlaps(np.concatenate((rows, by)), agnostic):
+        is_between = (first < len(rows)) & (second >= len(rows))
+        np.maximum.at(most, first[is_between], shared[is_between])
+    return most >= (COVERED_SHARE * _areas(rows)).clip(1e-9)
 
 
 def _joined(rows: np.ndarray, agnostic: bool) -> np.ndarray:
@@ -158,14 +187,20 @@ def _joined(rows: np.ndarray, agnostic: bool) -> np.ndarray:
 def suppress(rows: np.ndarray, iou_thres: float, agnostic: bool) -> np.ndarray:
     """Return the indices of boxes (N, 6) that survive greedy suppression, best first."""
     order = np.argsort(-rows[:, 4], kind="stable")
+    rows = rows[order]
     areas = _areas(rows)
-    kept = []
-    while len(order):
-        first, order = order[0], order[1:]
-        kept.append(first)
-        shared = _shared(rows[first], rows[order], agnostic)
-        order = order[shared <= iou_thres * (areas[first] + areas[order] - shared)]
-    return np.array(kept, np.int64)
+    pairs = [np.zeros((0, 2), np.int64)]
+    for better, worse, shared in _overlaps(rows, agnostic):
+        is_same = ~(shared <= iou_thres * (areas[better] + areas[worse] - shared))
+        pairs.append(np.stack((better[is_same], worse[is_same]), 1))
+    table = np.concatenate(pairs)
+    table = table[np.argsort(table[:, 0], kind="stable")]
+    number, start = np.unique(table[:, 0], return_index=True)
+    is_kept = np.ones(len(rows), bool)
+    for better, worse in zip(number.tolist(), np.split(table[:, 1], start[1:]), strict=False):
+        if is_kept[better]:
+            is_kept[worse] = False
+    return order[is_kept]
 
 
 def detect_sliced(

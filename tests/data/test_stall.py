@@ -41,11 +41,14 @@ class Owner:
         return "details"
 
 
-def watch_threads() -> int:
-    return sum(thread.name == "stall watch" for thread in threading.enumerate())
+@pytest.fixture
+def watch_threads() -> Callable[[], int]:
+    """Count the watching threads that came since the test began; loaders of other tests may still live."""
+    before = set(threading.enumerate())
+    return lambda: sum(t.name == "stall watch" for t in threading.enumerate() if t not in before)
 
 
-def test_long_waits_are_told_at_growing_distances(said: list[str]) -> None:
+def test_long_waits_are_told_at_growing_distances(said: list[str], watch_threads: Callable[[], int]) -> None:
     owner = Owner()
     watch = StallWatch(owner.describe, "val: ", limit_s=0.1)
     for _ in range(2):
@@ -70,7 +73,7 @@ def test_short_waits_and_pauses_are_not_told(said: list[str]) -> None:
     watch.close()
 
 
-def test_switched_off_there_is_no_thread(said: list[str]) -> None:
+def test_switched_off_there_is_no_thread(said: list[str], watch_threads: Callable[[], int]) -> None:
     owner = Owner()
     with StallWatch(owner.describe, limit_s=0).waiting():
         time.sleep(0.05)
@@ -90,7 +93,7 @@ def test_switching_off_on_the_way_neither_warns_nor_spins(said: list[str]) -> No
     watch.close()
 
 
-def test_the_thread_ends_with_its_loader() -> None:
+def test_the_thread_ends_with_its_loader(watch_threads: Callable[[], int]) -> None:
     loader = probe_loader(0)
     list(loader)
     assert watch_threads() == 1

@@ -23,7 +23,7 @@ from utils.deploy.speed import StepClock
 from utils.deploy.views import Batch, Done, Skipped, View, grouped, reassembled, views_of
 from utils.log import LOGGER
 from utils.nms import non_max_suppression
-from utils.options.detect import SLICE_AS_INPUT
+from utils.options.base import SLICE_AS_INPUT
 from utils.runtime import check_img_size, synchronise
 from utils.slicing import merge_slices, picture_windows
 

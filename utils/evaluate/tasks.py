@@ -18,10 +18,12 @@ from utils.data.spec import SPLITS, DataSpec, load_data_spec
 from utils.evaluate.plots import plot_study
 from utils.evaluate.record import write_evaluation
 from utils.evaluate.report import write_report
+from utils.evaluate.sliced import Slicing, WholeImageLoader, WholeImagesAndLabels
 from utils.evaluate.validator import Validator, ValResult
 from utils.files import increment_path, write_text_atomic
 from utils.log import LOGGER
 from utils.options import ValOptions
+from utils.options.base import SLICE_AS_INPUT
 from utils.runtime import check_img_size, limit_threads, select_device
 
 STUDY_SIZES = range(256, 1537, 128)
@@ -62,13 +64,17 @@ def validate(options: ValOptions, weights: str) -> ValResult:
     if options.conf_thres > USUAL_CONFIDENCE and options.task in SPLITS:
         LOGGER.warning(f"--conf-thres {options.conf_thres:g} cuts the curves off: not comparable with the usual 0.001")
     imgsz, batch_size = _input_size(model, options)
-    is_rect = _is_rect(options, model)
-    loader, dataset = _make_loader(options, spec, model, imgsz, batch_size, is_rect)
+    slicing = _slicing(options, model, imgsz, batch_size)
+    is_rect = slicing is None and _is_rect(options, model)
+    if slicing is None:
+        loader, dataset = _make_loader(options, spec, model, imgsz, batch_size, is_rect)
+    else:
+        loader, dataset = _make_whole_loader(options, spec, model, imgsz)
     save_dir = increment_path(Path(options.project) / options.name, exist_ok=options.exist_ok, mkdir=True)
     write_data_report(
         {"val": dataset.report}, spec.names, imgsz, save_dir, single_cls=options.single_cls, use_sheets=False
     )
-    validator = _make_validator(options, spec, loader, save_dir, device, _use_half(options, model, device))
+    validator = _make_validator(options, spec, loader, save_dir, device, _use_half(options, model, device), slicing)
     model.warmup((model.batch_size or 1, 3, imgsz, imgsz))
     result = validator.run(model)
     say_unread(dataset.broken_files(), len(dataset))
@@ -118,6 +124,44 @@ def _use_half(options: ValOptions, model: DetectMultiBackend, device: torch.devi
     return options.half or (options.task == "speed" and device.type == "cuda")
 
 
+def _slicing(options: ValOptions, model: DetectMultiBackend, imgsz: int, batch_size: int) -> Slicing | None:
+    """Return how slices are looked at, as detection would with the same file; None for whole pictures."""
+    if not options.slice_size:
+        return None
+    size = imgsz if options.slice_size == SLICE_AS_INPUT else options.slice_size
+    LOGGER.info(
+        f"Slices of {size} px that share {options.slice_overlap:.0%} of their side, at --img {imgsz}; "
+        "pictures are fitted as in detection, so --rect and --no-rect have no effect"
+    )
+    return Slicing(
+        size=size,
+        overlap=options.slice_overlap,
+        imgsz=imgsz,
+        stride=model.stride,
+        auto=model.pt,
+        batch_size=batch_size,
+    )
+
+
+def _make_whole_loader(
+    options: ValOptions, spec: DataSpec, model: DetectMultiBackend, imgsz: int
+) -> tuple[WholeImageLoader, LoadImagesAndLabels]:
+    dataset = WholeImagesAndLabels(
+        spec.split(options.task),
+        imgsz,
+        1,
+        single_cls=options.single_cls,
+        stride=model.stride,
+        min_items=options.min_items,
+        nc=spec.nc,
+        prefix=f"{options.task}: ",
+    )
+    most = int(dataset.labels.lengths().max(initial=0))
+    if most > options.max_det:
+        LOGGER.warning(f"a picture has {most} labels, but --max-det {options.max_det} keeps no more boxes: raise it")
+    return WholeImageLoader(dataset), dataset
+
+
 def _make_loader(
     options: ValOptions, spec: DataSpec, model: DetectMultiBackend, imgsz: int, batch_size: int, is_rect: bool
 ) -> tuple[EpochLoader, LoadImagesAndLabels]:
@@ -140,7 +184,13 @@ def _make_loader(
 
 
 def _make_validator(
-    options: ValOptions, spec: DataSpec, loader: Iterable, save_dir: Path, device: torch.device, half: bool
+    options: ValOptions,
+    spec: DataSpec,
+    loader: Iterable,
+    save_dir: Path,
+    device: torch.device,
+    half: bool,
+    slicing: Slicing | None,
 ) -> Validator:
     is_split = options.task in SPLITS
     is_coco = spec.is_coco and spec.nc == 80
@@ -165,6 +215,7 @@ def _make_validator(
         coco_annotations=annotations if is_coco and annotations.is_file() else None,
         is_coco=is_coco,
         json_name=f"{Path(options.weights[0]).stem}_predictions.json",
+        slicing=slicing,
     )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -23,6 +24,7 @@ from utils.evaluate.matching import BatchMatch, iou_thresholds
 from utils.evaluate.outputs import LabelWriter, OutputNames, merge_labels
 from utils.evaluate.result import ValResult, measure
 from utils.evaluate.scene import AllFindings, Findings, Scene
+from utils.evaluate.sliced import Slicing
 from utils.log import LOGGER, progress
 from utils.nms import non_max_suppression
 from utils.runtime import autocast, synchronise
@@ -71,9 +73,11 @@ class Validator:
         coco_annotations: official json; with ``save_json`` its verdict replaces mAP50 and mAP50-95.
         is_coco: classes are COCO's 80, the json carries COCO's category numbers.
         json_name: name of the json file in ``save_dir``.
+        slicing: look at pictures in slices; the loader then gives whole ones, as ``WholeImageLoader`` does.
 
     Raises:
-        ValueError: ``save_txt`` would overwrite labels of the data set, or outputs are wanted without a folder.
+        ValueError: ``save_txt`` would overwrite labels of the data set, outputs are wanted without a folder, or slices
+            together with ``augment`` or ``loss_fn``.
     """
 
     def __init__(
@@ -100,9 +104,12 @@ class Validator:
         coco_annotations: Path | None = None,
         is_coco: bool = False,
         json_name: str = "predictions.json",
+        slicing: Slicing | None = None,
     ) -> None:
         if save_dir is None and (plots or save_txt or save_json or save_hybrid):
             raise ValueError("plots, save_txt, save_hybrid and save_json need save_dir, the folder they are written to")
+        if slicing is not None and (augment or loss_fn is not None):
+            raise ValueError("slices are measured without test-time augmentation and without losses")
         self.loader = loader
         self.names = {0: "object"} if single_cls and len(names) > 1 else dict(names)
         self.device = torch.device(device)
@@ -117,6 +124,7 @@ class Validator:
         self.coco_annotations, self.is_coco = coco_annotations, is_coco
         self.verbose = verbose
         self.augment = augment
+        self.slicing = slicing
         self.thresholds = iou_thresholds()
 
     def _mixed_precision(self, half: bool) -> torch.dtype | None:
@@ -144,10 +152,33 @@ class Validator:
 
     def _detect(self, model: nn.Module, images: Tensor, targets: Tensor, tally: _Tally) -> list[Tensor]:
         """Return the detections (n, 6) of each image in input pixels; add losses and times to ``tally``."""
+        tally.batches += 1
+        tally.images += len(images)
+        if self.slicing is None:
+            return self._look(model, images, targets, tally)
+        return [self._look_at_slices(model, image, tally) for image in images]
+
+    def _look_at_slices(self, model: nn.Module, image: Tensor, tally: _Tally) -> Tensor:
+        """Return the detections (n, 6) of a whole image (3, H, W), merged from its slices."""
+        slicing = self.slicing
+
+        def look(parts: list[np.ndarray]) -> list[np.ndarray]:
+            start = self._clock()
+            inputs = slicing.fit(parts)
+            tally.seconds[0] += self._clock() - start
+            return slicing.unfit(self._look(model, inputs, None, tally), inputs.shape[2:], parts)
+
+        start, counted = self._clock(), sum(tally.seconds)
+        found = slicing.detect(look, image, iou_thres=self.iou_thres, agnostic=self.single_cls, max_det=self.max_det)
+        tally.seconds[2] += self._clock() - start - (sum(tally.seconds) - counted)  # merging belongs to suppression
+        return found
+
+    def _look(self, model: nn.Module, images: Tensor, targets: Tensor | None, tally: _Tally) -> list[Tensor]:
+        """Run network and suppression: detections (n, 6) of each of (B, 3, H, W) uint8; count losses and times."""
         start = self._clock()
         inputs = images.to(self.device, non_blocking=True)
-        if self.device.type == "cuda":
-            inputs = inputs.contiguous(memory_format=torch.channels_last)
+        is_cuda = self.device.type == "cuda"
+        inputs = inputs.contiguous(memory_format=torch.channels_last if is_cuda else torch.contiguous_format)
         inputs = inputs.float() / 255
         ready = self._clock()
         with autocast(self.device, self.dtype):
@@ -166,8 +197,6 @@ class Validator:
         )
         times = (ready - start, inferred - ready, self._clock() - inferred)
         tally.seconds = [total + spent for total, spent in zip(tally.seconds, times, strict=True)]
-        tally.batches += 1
-        tally.images += len(images)
         return found
 
     def _settings(self) -> dict[str, str | float | bool]:
@@ -175,7 +204,8 @@ class Validator:
         limits = {"confidence": self.conf_thres, "NMS IoU": self.iou_thres, "boxes per image": self.max_det}
         how = {"numbers": str(self.dtype or torch.float32).removeprefix("torch."), "device": self.device.type}
         special = {"one class": self.single_cls, "augmented": self.augment}
-        return {**limits, **how, **{name: True for name, is_on in special.items() if is_on}}
+        slices = {"slice size": self.slicing.size, "slice overlap": self.slicing.overlap} if self.slicing else {}
+        return {**limits, **how, **{name: True for name, is_on in special.items() if is_on}, **slices}
 
     def _clock(self) -> float:
         synchronise(self.device)

@@ -9,6 +9,8 @@ from typing import Any
 
 from utils.cli import parse_options
 
+SLICE_AS_INPUT = -1  # slices as large as the longer side of the network's input
+
 
 class FromCli:
     """Adds ``from_cli`` and ``to_dict`` to an options dataclass."""
@@ -35,6 +37,12 @@ class FromCli:
         for name in names:
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: should lie between 0 and 1")
+
+    def check_slices(self) -> None:
+        if self.slice_size != SLICE_AS_INPUT and self.slice_size != 0 and self.slice_size < 32:
+            raise ValueError(f"--slice {self.slice_size}: should be at least 32 pixels, or stand without a number")
+        if not 0 <= self.slice_overlap <= 0.9:
+            raise ValueError(f"--slice-overlap {self.slice_overlap}: should lie between 0 and 0.9")
 
 
 def height_width(imgsz: Sequence[int] | int) -> list[int]:

@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.cli import option
-from utils.options.base import FromCli, height_width
-
-SLICE_AS_INPUT = -1  # slices as large as the longer side of the network's input
+from utils.options.base import SLICE_AS_INPUT, FromCli, height_width
 
 
 @dataclass(kw_only=True)
@@ -70,10 +68,7 @@ class DetectOptions(FromCli):
     sequential: bool = option(False, "one step after the other instead of reading, network and writing side by side")
 
     def __post_init__(self) -> None:
-        if self.slice_size != SLICE_AS_INPUT and self.slice_size != 0 and self.slice_size < 32:
-            raise ValueError(f"--slice {self.slice_size}: should be at least 32 pixels, or stand without a number")
-        if not 0 <= self.slice_overlap <= 0.9:
-            raise ValueError(f"--slice-overlap {self.slice_overlap}: should lie between 0 and 0.9")
+        self.check_slices()
         self.check_at_least(max_det=1, line_thickness=1, vid_stride=1, batch_size=1)
         self.check_fractions("conf_thres", "iou_thres")
         self.weights = [self.weights] if isinstance(self.weights, (str, Path)) else list(self.weights)

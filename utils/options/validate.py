@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from utils.cli import option
-from utils.options.base import FromCli
+from utils.options.base import SLICE_AS_INPUT, FromCli
 
 BOOLEAN = argparse.BooleanOptionalAction
 
@@ -50,7 +50,27 @@ class ValOptions(FromCli):
         True, "pad batches to the smallest rectangle, as training does, where the file takes any shape", action=BOOLEAN
     )
 
+    slice_size: int = option(
+        0,
+        "look at large pictures in slices of this side (without a number: that of --imgsz), for small objects",
+        flag="--slice",
+        nargs="?",
+        const=SLICE_AS_INPUT,
+    )
+    slice_overlap: float = option(0.2, "share of their side that neighbouring slices have in common")
+
     def __post_init__(self) -> None:
         self.check_at_least(batch_size=1, imgsz=32, max_det=1, workers=-1, min_items=0)
         self.check_fractions("conf_thres", "iou_thres")
+        self.check_slices()
+        self._check_combinations()
         self.weights = [self.weights] if isinstance(self.weights, (str, Path)) else list(self.weights)
+
+    def _check_combinations(self) -> None:
+        if self.slice_size and self.task in ("speed", "study"):
+            raise ValueError(
+                f"--slice with --task {self.task}: that task measures the network at one image size; "
+                "measure a split in slices, for example --task val, or leave --slice out"
+            )
+        if self.slice_size and self.augment:
+            raise ValueError("--slice with --augment: slices are looked at once, at one size; leave one of the two out")
