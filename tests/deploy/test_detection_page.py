@@ -36,7 +36,8 @@ def test_three_lines_and_the_conversion(tmp_path: Path, monkeypatch: pytest.Monk
         data: dict
 
     load, convert = SNIPPETS
-    assert len(load.strip().splitlines()) == 3 and len(convert.strip().splitlines()) <= 10
+    load_lines, convert_lines = ([line for line in text.splitlines() if line.strip()] for text in (load, convert))
+    assert len(load_lines) == 3 and len(convert_lines) <= 10
     package = types.ModuleType("supervision")
     package.Detections = Detections
     monkeypatch.setitem(sys.modules, "supervision", package)
