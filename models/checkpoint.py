@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import copy
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import datetime
@@ -26,7 +25,7 @@ from models.describe import describe_file
 from models.graph import DetectionModel
 from models.safe_reader import ForeignObject, WeightsFileError, foreign_state_dict, read_torch_file
 from utils.cli import run_script
-from utils.files import atomic_write
+from utils.files import atomic_write, write_error
 from utils.log import LOGGER
 
 FORMAT = "yolov9-checkpoint"
@@ -96,12 +95,8 @@ def save_checkpoint(path: str | Path, checkpoint: Checkpoint) -> None:
     try:
         with atomic_write(path) as temporary:
             torch.save(content, temporary)
-    except (RuntimeError, OSError) as error:  # torch reports a full disk as a RuntimeError of its zip writer
-        free = shutil.disk_usage(Path(path).parent).free
-        raise OSError(
-            f"{path} could not be written ({free / 1e6:.0f} MB are free there); the file of that name, if any, is "
-            "unchanged. Make room, or choose another disk with --project"
-        ) from error
+    except RuntimeError as error:  # torch reports a full disk as an error of its zip writer
+        raise write_error(Path(path), error) from error
 
 
 def load_checkpoint(path: str | Path) -> Checkpoint:

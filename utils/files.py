@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import math
 import os
+import shutil
+import traceback
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +21,7 @@ try:
 except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no room on the disk, in the quota, for a file of that size
 REPO_ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -47,17 +53,46 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
     """Give a temporary path beside ``path``; rename it to ``path`` when the block ends well, delete it otherwise.
 
     A reader sees either the old file or the complete new one, also after a kill or a full disk.
+
+    Raises:
+        OSError: the disk is full, or the block's writing failed without telling where; the message names ``path``.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{zlib.crc32(path.name.encode()):08x}.{os.getpid()}.tmp")  # never longer than allowed
     try:
-        yield temporary
-        with open(temporary, "rb") as handle:
-            os.fsync(handle.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        try:
+            yield temporary
+            with open(temporary, "rb") as handle:
+                os.fsync(handle.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        if error.errno in FULL or (error.errno is not None and error.filename is None):
+            raise write_error(path, error) from error
+        raise
+
+
+def write_error(path: Path, cause: Exception) -> OSError:
+    """Return the error that says which file could not be written, why, and how much room there is.
+
+    To be called after the temporary file was removed: the room is that without it. What ``cause`` still holds open is
+    let go for that, as a removed file keeps its room while it is open.
+    """
+    linked: BaseException | None = cause
+    while linked is not None:
+        traceback.clear_frames(linked.__traceback__)
+        linked = linked.__context__
+    free = shutil.disk_usage(path.parent).free
+    code = getattr(cause, "errno", None)
+    reason = f": {os.strerror(code)}" if code is not None else ""
+    told = OSError(
+        f"{path} could not be written{reason} ({free / 1e6:.0f} MB are free there); the file of that name, if any, is "
+        "unchanged. Make room, or choose another disk (of a new run with --project)"
+    )
+    told.errno = code
+    return told
 
 
 def lock_folder(folder: Path) -> TextIO | None:
@@ -88,6 +123,26 @@ def write_text_atomic(path: str | Path, text: str) -> None:
     """Write ``text`` as UTF-8 through :func:`atomic_write`."""
     with atomic_write(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def json_text(content: Any) -> str:
+    """Return ``content`` as compact JSON that every reader takes; see :func:`plain_data`."""
+    return json.dumps(plain_data(content), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
+def plain_data(content: Any) -> Any:
+    """Return a copy of ``content`` as JSON can hold it.
+
+    Numbers that are not finite, for which JSON has no word, become None; what is neither text, number, list nor
+    mapping (YAML knows dates) becomes text.
+    """
+    if content is None or isinstance(content, (str, bool, int)):
+        return content
+    if isinstance(content, float):
+        return content if math.isfinite(content) else None
+    if isinstance(content, Mapping):
+        return {str(key): plain_data(value) for key, value in content.items()}
+    return [plain_data(value) for value in content] if isinstance(content, (list, tuple)) else str(content)
 
 
 def find_file(name: str | Path, *, roots: Sequence[str | Path] = (), suffixes: Sequence[str] = ()) -> Path:

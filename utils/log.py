@@ -85,3 +85,8 @@ class CountedWarnings:
             if count > 1:
                 LOGGER.warning(f"{kind}: {count} times")
         self.counts.clear()
+
+
+def counted(number: int, noun: str) -> str:
+    """Return ``number`` with ``noun`` in the plural where it should be: 1 epoch, 2 epochs."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -107,7 +107,10 @@ def check_img_size(imgsz: int | list[int], stride: int = 32, floor: int = 0, *, 
     """Round each side up to a multiple of ``stride``, at least ``floor``, and say so when that changes something."""
     if isinstance(imgsz, (list, tuple)):
         return [check_img_size(side, stride, floor, quiet=quiet) for side in imgsz]  # type: ignore[misc]
-    rounded = max(math.ceil(imgsz / stride) * stride, floor)
+    rounded = math.ceil(imgsz / stride) * stride
+    reason = f"is no multiple of the stride {stride}"
+    if rounded < floor:
+        rounded, reason = floor, f"is smaller than {floor}, the smallest side for the stride {stride}"
     if rounded != imgsz and not quiet:
-        LOGGER.info(f"--img {imgsz} is no multiple of the stride {stride}: {rounded} is used")
+        LOGGER.info(f"--img {imgsz} {reason}: {rounded} is used")
     return rounded

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,8 @@ import torch
 from models.checkpoint import load_checkpoint
 from scripts.make_shapes import make_shapes
 from tests.reference.tiny import tiny_dual
-from utils.files import read_yaml
+from utils.files import read_yaml, write_yaml
+from utils.log import LOGGER
 from utils.options import TrainOptions
 from utils.train import trainer as trainer_module
 from utils.train.monitor import read_results
@@ -428,3 +430,76 @@ def test_validation_pictures_that_vanish_are_named(
     warnings = {record.message for record in caplog.records if "could not be read any more" in record.message}
     assert len(warnings) == 1
     assert "val: 1 of 4 pictures" in warnings.pop()
+
+
+def score_epochs(monkeypatch: pytest.MonkeyPatch, scores: list[float]) -> None:
+    """Let the trainer see these fitnesses, one per epoch."""
+    remaining = iter(scores)
+    monkeypatch.setattr("utils.train.trainer.fitness", lambda _: np.array([next(remaining)]))
+
+
+def epoch_of(weights: Path) -> int:
+    return load_checkpoint(weights).epoch
+
+
+def test_a_best_epoch_is_not_lost_when_writing_fails_halfway(
+    make_options: MakeOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    score_epochs(monkeypatch, [0.1, 0.5, 0.2])
+    trainer = Trainer(make_options(epochs=3))
+    monkeypatch.setattr(trainer, "finish", lambda: None)
+    copyfile, copies = shutil.copyfile, []
+
+    def fails_in_epoch_one(source: object, target: object) -> object:
+        copies.append(target)
+        if len(copies) == 2:
+            raise OSError(28, "No space left on device")
+        return copyfile(source, target)
+
+    monkeypatch.setattr("utils.train.trainer.shutil.copyfile", fails_in_epoch_one)
+    with pytest.raises(OSError, match="No space"):
+        trainer.fit()
+    # What last.pt knows of the best fitness never exceeds that of the weights in best.pt.
+    assert load_checkpoint(trainer.last).best_fitness <= load_checkpoint(trainer.best).best_fitness
+    assert (epoch_of(trainer.last), epoch_of(trainer.best)) == (0, 1)
+
+
+def test_among_equal_epochs_the_last_one_is_the_best(
+    make_options: MakeOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    score_epochs(monkeypatch, [0.0, 0.3, 0.3])
+    trainer = Trainer(make_options(epochs=3))
+    monkeypatch.setattr(trainer, "finish", lambda: None)
+    trainer.fit()
+    assert epoch_of(trainer.best) == trainer.stopper.best_epoch == 2
+
+
+def test_with_other_validation_pictures_the_search_for_the_best_begins_anew(
+    make_options: MakeOptions, tmp_path: Path, shapes_dataset: Path
+) -> None:
+    trainer = Trainer(make_options(epochs=1))
+    trainer.fit()
+    trainer.best_fitness = 0.99
+    trainer.save(True, {})
+    trainer.lock = None
+    content = read_yaml(shapes_dataset)
+    write_yaml(tmp_path / "other.yaml", {**content, "path": str(shapes_dataset.parent), "val": content["test"]})
+    command = ["--resume", str(trainer.last), "--epochs", "2", "--data", str(tmp_path / "other.yaml")]
+    resumed = Trainer(TrainOptions.from_cli(command))
+    assert resumed.best_fitness == 0.0
+    resumed.fit()
+    assert epoch_of(resumed.best) == -1  # stripped: of the resumed epoch
+    assert load_checkpoint(resumed.weights_dir / "best_before.pt").best_fitness == 0.99
+
+
+def test_a_batch_larger_than_the_set_counts_as_what_it_is(make_options: MakeOptions) -> None:
+    trainer = Trainer(make_options(epochs=1, batch_size=64))
+    assert trainer.batch_size == len(trainer.train_set) == 24
+    assert trainer.schedule.accumulate == round(64 / 24)
+
+
+def test_the_report_of_a_run_that_failed_names_the_reason(make_options: MakeOptions) -> None:
+    trainer = Trainer(make_options(epochs=1))
+    trainer.begin_epoch(0)
+    LOGGER.error("the card fell out")
+    assert "the card fell out" in (trainer.save_dir / "report.html").read_text(encoding="utf-8")

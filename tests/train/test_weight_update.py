@@ -138,6 +138,25 @@ def test_a_state_from_another_kind_of_device_keeps_the_way_of_computing() -> Non
     assert [group["lr"] for group in fused.param_groups] == [0.01] * 3
 
 
+def test_counters_of_steps_go_where_a_fused_optimizer_needs_them() -> None:
+    """From a file of a run on the CPU: torch moves them only for groups that are fused already."""
+    source = make_update("AdamW", is_deferred=False)
+    fill_gradients(source, 0)
+    source()
+    target = make_model().to("meta")
+    fused = torch.optim.AdamW([{"params": [weight]} for weight in target.parameters()], lr=1.0)
+    for group in fused.param_groups:
+        group["fused"] = True
+    state = source.optimizer.state_dict()
+    flat = {
+        **state,
+        "param_groups": [{**state["param_groups"][0], "params": [i]} for i in range(len(fused.param_groups))],
+    }
+    load_optimizer_state(fused, flat)
+    steps = {values["step"].device.type for values in fused.state.values()}
+    assert steps == {"meta"}
+
+
 class TestSkippedSteps:
     def test_names_the_pictures_once_and_counts_the_rest(self, caplog: pytest.LogCaptureFixture) -> None:
         skipped = SkippedSteps()

@@ -285,7 +285,8 @@ def hints(reports: Mapping[str, Mapping]) -> list[str]:
         if lost > 0.05 * total:
             lines.append(
                 f"{split}: {lost} of {total} objects are thinner than {LOST_SIDE:g} px at this image size; "
-                "a larger --img or cutting the pictures into tiles would help"
+                "a larger --img or training on pictures cut into tiles would help, and --slice in detection and "
+                "validation"
             )
     return lines
 

@@ -128,4 +128,5 @@ def best_row(results: Columns) -> int | None:
     rows = validated(results)
     scores = {row: 0.1 * results["metrics/mAP_0.5"][row] + 0.9 * results["metrics/mAP_0.5:0.95"][row] for row in rows}
     known = {row: score for row, score in scores.items() if not math.isnan(score)}
-    return max(known, key=known.__getitem__) if known else None
+    # Among equals the last one, as for best.pt and early stopping.
+    return max(known, key=lambda row: (known[row], row)) if known else None

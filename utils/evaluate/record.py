@@ -6,7 +6,6 @@ Replaced by each validation. Beside the figures it holds the worst images, drawn
 from __future__ import annotations
 
 import base64
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +20,7 @@ from utils.evaluate.curves import confidence_axis
 from utils.evaluate.draw import Annotator, class_name, harmless
 from utils.evaluate.result import Example, ValResult
 from utils.evaluate.size_ap import SIZE_NAMES
-from utils.files import write_text_atomic
+from utils.files import json_text, write_text_atomic
 from utils.log import LOGGER
 
 FILE_NAME = "evaluation.json"
@@ -45,7 +44,7 @@ def write_evaluation(
     path = Path(folder) / FILE_NAME
     content = {**describe(result), "epoch": epoch, "worst": _worst(result) if use_pictures else {}}
     try:
-        write_text_atomic(path, json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False))
+        write_text_atomic(path, json_text(content))
     except OSError as error:
         LOGGER.warning(f"{path} was not written: {error}")
         return None

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Sequence
@@ -16,8 +15,8 @@ from typing import Any
 from urllib.parse import quote
 
 from utils.cli import run_script
-from utils.evaluate.run_folder import read_run
-from utils.files import write_text_atomic
+from utils.evaluate.run_folder import UNREADABLE, read_run
+from utils.files import json_text, write_text_atomic
 from utils.log import LOGGER
 
 REPORT_NAME, COMPARISON_NAME = "report.html", "comparison.html"
@@ -55,24 +54,32 @@ def write_report(run_folder: str | Path) -> Path | None:
     path = Path(run_folder) / REPORT_NAME
     try:
         write_text_atomic(path, render([read_run(run_folder)]))
-    except (OSError, ValueError) as error:
+    except UNREADABLE as error:
         LOGGER.warning(f"{path} was not written: {error}")
         return None
     return path
 
 
 def write_comparison(run_folders: Sequence[str | Path], path: str | Path) -> Path:
-    """Write one page that compares several runs.
+    """Write one page that compares several runs; one that cannot be read is left out with a warning.
 
     Raises:
-        FileNotFoundError: a folder is absent, or is no run's folder.
+        ValueError: none of them can be read.
     """
     path = Path(path)
-    runs = [read_run(folder, path.parent) for folder in run_folders]
-    for run, folder in zip(runs, run_folders, strict=True):
+    runs = []
+    for folder in run_folders:
+        try:
+            run = read_run(folder, path.parent)
+        except UNREADABLE as error:
+            LOGGER.warning(f"{folder} is left out of the comparison: {error}")
+            continue
+        runs.append(run)
         own = Path(folder) / REPORT_NAME
         if own.is_file():
             run["report"] = quote(Path(os.path.relpath(own.resolve(), path.parent.resolve())).as_posix())
+    if not runs:
+        raise ValueError("none of these runs can be read; give the folders of runs, for example runs/train/exp")
     write_text_atomic(path, render(runs))
     return path
 
@@ -81,7 +88,7 @@ def render(runs: Sequence[dict[str, Any]]) -> str:
     """Return the page of some runs, as ``run_folder.read_run`` describes them."""
     data = {"written": time.strftime("%Y-%m-%d %H:%M:%S"), "runs": runs}
     # Inside a script element only "<" could end the data early.
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    text = json_text(data).replace("<", "\\u003c")
     title = runs[0]["name"] if len(runs) == 1 else f"{len(runs)} runs"
     return PAGE.format(
         policy=POLICY,

@@ -21,6 +21,7 @@ from utils.evaluate.warning_file import read_warnings
 from utils.files import read_yaml
 from utils.options import TrainOptions
 
+UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError)  # from files of any content
 MAX_ROWS = 1200  # of a table; more points than a screen has columns
 IRRELEVANT = {"save_dir", "resume", "hyp"}  # in opt.yaml, and no part of the command that repeats the run
 FILES = {  # what a folder may hold, in the order of a reader's interest
@@ -101,7 +102,7 @@ def _read(reader: Callable[[Any], Any], source: Any) -> Any:
     """Return what ``reader`` makes of ``source``; None where that is absent, half written or of another program."""
     try:
         return reader(source)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    except UNREADABLE:
         return None
 
 
@@ -152,7 +153,11 @@ def _known(column: Sequence[float]) -> list[float | None]:
 
 
 def _plain(value: Any) -> Any:
-    return value if isinstance(value, (str, int, float, bool, type(None))) else " ".join(map(str, value))
+    """Return an option as the report shows it: as it is, a list as its words, what JSON cannot hold as text."""
+    if isinstance(value, (list, tuple)):
+        return " ".join(map(str, value))
+    is_known = value is None or isinstance(value, (str, bool, int)) or (isinstance(value, float) and math.isfinite(value))
+    return value if is_known else str(value)
 
 
 def command(options: Mapping[str, Any], folder: Path) -> str:

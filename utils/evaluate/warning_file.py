@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ class WarningRecorder(logging.Handler):
         super().__init__(level=logging.WARNING)
         self.entries: dict[str, dict[str, Any]] = {}
         self.folder: Path | None = None
+        self.after_error: Callable[[], object] | None = None  # called when an error, the end of a run, was noted
         for earlier in [handler for handler in LOGGER.handlers if isinstance(handler, WarningRecorder)]:
             earlier.close()  # of a run that was broken off: what is said from now on is not its business
         LOGGER.addHandler(self)
@@ -41,6 +43,8 @@ class WarningRecorder(logging.Handler):
         entry = self.entries.setdefault(text, {"text": text, "count": 0, "first": first})
         entry["count"] += 1
         self._write()
+        if record.levelno >= logging.ERROR and self.after_error is not None:
+            self.after_error()
 
     def write_to(self, folder: str | Path, *, keep: bool = False) -> None:
         """Write to ``folder`` from here on; ``keep`` what an earlier part of the same run left there."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +21,26 @@ BOOLEAN = argparse.BooleanOptionalAction
 OVERRIDES = ("mosaic", "mixup", "copy_paste")  # hyper-parameters that have a flag of their own
 
 
+MAX_SEED = 2**63  # torch's generators take a signed number of 64 bits
+QUAD = 4  # pictures that --quad joins to one
+SCHEDULE_FLAGS = {  # flag -> kind of schedule, in the order in which they win over each other
+    "--cos-restarts": "cosine-restarts",
+    "--cos-lr": "cosine",
+    "--flat-cos-lr": "flat-cosine",
+    "--fixed-lr": "fixed",
+}
+
+
 def layer_word(text: str) -> int | str:
     """Read a word behind ``--freeze``: a layer number or ``backbone``."""
-    return text if text == "backbone" else int(text)
+    if text == "backbone":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"'{text}': expected layer numbers (10 freezes the first ten, 3 4 5 just these) or the word backbone"
+        ) from None
 
 
 @dataclass(kw_only=True)
@@ -134,7 +152,12 @@ class TrainOptions(FromCli):
             raise ValueError(f"--batch {self.batch_size}: should be at least 1, or -1 for automatic")
         if not self.clip_grad > 0:
             raise ValueError(f"--clip-grad {self.clip_grad}: should be above 0; inf switches clipping off")
-        self.check_fractions("label_smoothing")
+        if not 0 <= self.seed < MAX_SEED:
+            raise ValueError(f"--seed {self.seed}: should be a whole number from 0 to {MAX_SEED - 1}, for example 0")
+        if not 0 <= self.label_smoothing < 1:
+            raise ValueError(
+                f"--label-smoothing {self.label_smoothing}: should be at least 0 and below 1, 0.1 is usual"
+            )
         for name in OVERRIDES:
             if getattr(self, name) != -1.0:
                 self.check_fractions(name)
@@ -144,18 +167,37 @@ class TrainOptions(FromCli):
                 "--freeze 10 freezes the first ten layers"
             )
         self._check_cache()
+        self._check_restarts()
 
     def _refuse_unavailable(self) -> None:
         if self.evolve is not None:
             raise ValueError("--evolve is not available in this version; leave it out")
         if self.grad_checkpoint not in (0, *range(2, 100)):
             raise ValueError(f"--grad-checkpoint {self.grad_checkpoint}: expected a number from 2 on, or 0 for off")
-        if self.cos_restarts is not None and len(self.cos_restarts) > 3:
-            raise ValueError(f"--cos-restarts {self.cos_restarts}: expected at most three numbers: T_0 T_mult eta_min")
+        if self.quad and self.batch_size % QUAD and self.batch_size != -1:
+            nearest = max(round(self.batch_size / QUAD), 1) * QUAD
+            raise ValueError(
+                f"--quad joins {QUAD} pictures to one, --batch {self.batch_size} is no multiple of {QUAD}: "
+                f"use --batch {nearest} or leave --quad out"
+            )
         if self.mosaic_cache and self.rect:
             raise ValueError(f"--mosaic-cache {self.mosaic_cache}: --rect makes no mosaics; leave one of the two out")
         if self.stretch_last_cycle and self.cos_restarts is None:
             raise ValueError("--stretch-last-cycle belongs to --cos-restarts; add that")
+
+    def _check_restarts(self) -> None:
+        """Refuse cycles of no whole length, and a lowest learning rate that is none."""
+        given, problem = self.cos_restarts or [], ""
+        if len(given) > 3:
+            problem = "expected at most three numbers, T_0 T_mult eta_min"
+        for name, value in zip(("T_0 (epochs of the first cycle)", "T_mult (growth of each cycle)"), given, strict=False):
+            if not (math.isfinite(value) and value >= 1 and value == int(value)):
+                problem = problem or f"{name} should be a whole number from 1 on"
+        if not problem and len(given) == 3 and not 0 <= given[2] < math.inf:
+            problem = "eta_min (lowest learning rate) should be a number from 0 on"
+        if problem:
+            typed = " ".join(f"{value:g}" for value in given)
+            raise ValueError(f"--cos-restarts {typed}: {problem}, for example --cos-restarts 5 2 1e-5")
 
     def _check_cache(self) -> None:
         if self.cache is not None and not re.fullmatch(CACHES, self.cache):
@@ -185,13 +227,14 @@ class TrainOptions(FromCli):
     @property
     def schedule(self) -> str:
         """Name of the learning-rate schedule; of several flags the first wins, as upstream."""
-        chosen = {
-            "cosine-restarts": self.cos_restarts is not None,
-            "cosine": self.cos_lr,
-            "flat-cosine": self.flat_cos_lr,
-            "fixed": self.fixed_lr,
-        }
-        return next((name for name, is_given in chosen.items() if is_given), "linear")
+        flags = self.schedule_flags
+        return SCHEDULE_FLAGS[flags[0]] if flags else "linear"
+
+    @property
+    def schedule_flags(self) -> list[str]:
+        """Flags of learning-rate schedules that are set, the one in force first."""
+        is_set = (self.cos_restarts is not None, self.cos_lr, self.flat_cos_lr, self.fixed_lr)
+        return [flag for flag, is_given in zip(SCHEDULE_FLAGS, is_set, strict=True) if is_given]
 
     def load_hyp(self) -> Hyp:
         """Read the hyper-parameter file and apply ``--mosaic``, ``--mixup`` and ``--copy-paste``."""

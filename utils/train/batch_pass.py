@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -24,7 +23,7 @@ LossFunction = Callable[..., tuple[Tensor, Tensor]]
 SMALLEST_ROWS = 256  # of targets in a graph
 ROW_STEP = 1.25  # from one number of target rows to the next
 ROOMIEST = 2.0  # how many times more rows than needed a recorded graph may have
-MAX_GRAPHS = 32
+MAX_GRAPHS = 64  # further kinds of batches go the plain way: recording again and again would cost more
 
 
 def prepare_images(images: Tensor, dtype: torch.dtype = torch.float32, size: tuple[int, int] | None = None) -> Tensor:
@@ -101,7 +100,7 @@ class Recording:
     items: Tensor
 
 
-Key = tuple[tuple[int, ...], tuple[int, int] | None, int]
+Kind = tuple[tuple[int, ...], tuple[int, int] | None, bool]  # shape, wanted size, whether labels are smoothed
 
 
 class CapturedPass(BatchPass):
@@ -114,8 +113,8 @@ class CapturedPass(BatchPass):
 
     def __init__(self, *arguments: object, **keywords: object) -> None:
         super().__init__(*arguments, **keywords)  # type: ignore[arg-type]
-        self.recordings: OrderedDict[Key, Recording] = OrderedDict()
-        self.seen: set[tuple[object, ...]] = set()
+        self.recordings: dict[tuple[Kind, int], Recording] = {}  # by kind of batch and number of target rows
+        self.seen: set[Kind] = set()
         self.smoothing = torch.zeros((), device=self.device)
         self.pool = None
         self.working = WorkingWeights(self.model, self.amp_dtype)
@@ -131,17 +130,18 @@ class CapturedPass(BatchPass):
         smoothing: float | Tensor = 0.0,
     ) -> Tensor:
         """See :class:`BatchPass`. The result is overwritten by the next call."""
-        kind = (tuple(images.shape), size)
+        is_smoothed = bool(smoothing)
+        kind = (tuple(images.shape), size, is_smoothed)
         if self.is_off or kind not in self.seen:
             self.seen.add(kind)
             return super().__call__(images, targets, size=size, smoothing=smoothing)
-        recording = self._find(images, len(targets), size) or self._record(images, len(targets), size, bool(smoothing))
+        recording = self._find(kind, len(targets)) or self._record(images, len(targets), size, is_smoothed)
         if recording is None:
             return super().__call__(images, targets, size=size, smoothing=smoothing)
         recording.images.copy_(images, non_blocking=True)
         recording.targets.zero_()  # a row without extent is no object
         recording.targets[: len(targets)].copy_(targets, non_blocking=True)
-        if smoothing:
+        if is_smoothed:
             self.smoothing.fill_(smoothing)
         recording.graph.replay()
         return recording.items
@@ -151,26 +151,18 @@ class CapturedPass(BatchPass):
         self.seen.clear()
         self.pool = None
 
-    def _find(self, images: Tensor, rows: int, size: tuple[int, int] | None) -> Recording | None:
+    def _find(self, kind: Kind, rows: int) -> Recording | None:
         """The recorded graph with the fewest target rows that are enough, unless it is far too roomy."""
         most = max(rows, SMALLEST_ROWS) * ROOMIEST
-        fitting = [
-            key
-            for key in self.recordings
-            if key[0] == tuple(images.shape) and key[1] == size and rows <= key[2] <= most
-        ]
-        if not fitting:
-            return None
-        key = min(fitting, key=lambda key: key[2])
-        self.recordings.move_to_end(key)
-        return self.recordings[key]
+        fitting = [room for known, room in self.recordings if known == kind and rows <= room <= most]
+        return self.recordings[kind, min(fitting)] if fitting else None
 
     def _record(self, images: Tensor, rows: int, size: tuple[int, int] | None, is_smoothed: bool) -> Recording | None:
+        if len(self.recordings) >= MAX_GRAPHS:
+            return None
         started = time.perf_counter()
         capacity = row_capacity(rows)
         self.pool = self.pool or torch.cuda.graph_pool_handle()
-        while len(self.recordings) >= MAX_GRAPHS:
-            self.recordings.popitem(last=False)
         align_gradients(self.model)
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()  # what plain passes have left: the graphs have memory of their own
@@ -184,7 +176,7 @@ class CapturedPass(BatchPass):
                 "--no-cuda-graphs avoids the attempt"
             )
             return None
-        self.recordings[tuple(images.shape), size, capacity] = recording
+        self.recordings[(tuple(images.shape), size, is_smoothed), capacity] = recording
         self.recording_s += time.perf_counter() - started
         return recording
 

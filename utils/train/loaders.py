@@ -81,16 +81,27 @@ def idle_caches(options: TrainOptions) -> list[str]:
     return lines
 
 
+def check_device(options: TrainOptions, device: torch.device) -> None:
+    """Refuse what needs a CUDA device where there is none.
+
+    Raises:
+        ValueError: ``--augment gpu`` or ``--cache gpu`` on another device.
+    """
+    if device.type == "cuda":
+        return
+    if options.augment == "gpu":
+        raise ValueError("--augment gpu needs a CUDA device; leave it out or use --augment cpu")
+    if options.is_gpu_cache:
+        raise ValueError(f"--cache {options.cache} needs a CUDA device; use --cache ram")
+
+
 def pool_settings(options: TrainOptions, device: torch.device) -> PoolSettings | None:
     """Where and how the GPU puts training pictures together; None leaves it to the loader processes.
 
     Raises ValueError where options ask for a CUDA device and there is none.
     """
+    check_device(options, device)
     is_wanted = options.augment == "gpu" or options.is_gpu_cache
-    if is_wanted and device.type != "cuda":
-        if options.augment == "gpu":
-            raise ValueError("--augment gpu needs a CUDA device; leave it out or use --augment cpu")
-        raise ValueError(f"--cache {options.cache} needs a CUDA device; use --cache ram")
     if options.augment == "cpu" or device.type != "cuda":
         return None
     if not is_wanted and options.mosaic_cache:

@@ -168,9 +168,9 @@ def _begin_momentum(optimizer: torch.optim.Optimizer) -> None:
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Restore ``state``, but keep how this optimizer computes: the state may come from another kind of device."""
     kept = [{key: group[key] for key in ("fused", "foreach") if key in group} for group in optimizer.param_groups]
-    optimizer.load_state_dict(state)
-    for group, own in zip(optimizer.param_groups, kept, strict=True):
-        group.update(own)
+    # Before loading: it decides where the counters of steps are put.
+    groups = [{**group, **own} for group, own in zip(state["param_groups"], kept, strict=True)]
+    optimizer.load_state_dict({**state, "param_groups": groups})
 
 
 def apply_plan(optimizer: torch.optim.Optimizer, plan: StepPlan) -> None:

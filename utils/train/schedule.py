@@ -67,6 +67,14 @@ class Restarts:
         if not 0 <= self.lr_min < math.inf:
             raise ValueError(f"cosine restarts: lr_min is {self.lr_min}, expected a learning rate such as 1e-5")
 
+    def check_peak(self, lr0: float) -> None:
+        """Raise ValueError where the learning rate would have to rise from the peak ``lr0`` to its lowest value."""
+        if self.lr_min > lr0:
+            raise ValueError(
+                f"--cos-restarts: the lowest learning rate eta_min {self.lr_min:g} is above the peak lr0 {lr0:g}; "
+                f"lower it, for example --cos-restarts 5 2 {lr0 / 1000:g}, or raise lr0 in the --hyp file"
+            )
+
     def cycles(self, epochs: int) -> list[tuple[int, int]]:
         """Return (first epoch, length) of the cycles of a run, the last one at its full length."""
         found = [(0, self.first_cycle)]
@@ -131,11 +139,8 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.kind not in EPOCH_FACTORS and self.kind != RESTARTS:
             raise ValueError(f"schedule '{self.kind}': expected one of {', '.join((*EPOCH_FACTORS, RESTARTS))}")
-        if self.kind == RESTARTS and self.restarts.lr_min > self.lr0:
-            raise ValueError(
-                f"cosine restarts: the lowest learning rate {self.restarts.lr_min:g} is above the peak lr0 "
-                f"{self.lr0:g}; lower it, or raise lr0 in the hyper-parameter file"
-            )
+        if self.kind == RESTARTS:
+            self.restarts.check_peak(self.lr0)
 
     def factor(self, epoch: int) -> float:
         """Return the epoch's learning rate divided by ``lr0``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,12 @@ from utils.files import REPO_ROOT, find_file
 from utils.kernels.check import fused_kernels_work
 from utils.log import LOGGER
 from utils.options import YAML_SUFFIXES, Hyp, TrainOptions
+from utils.train.loaders import check_device
 from utils.train.loss import ComputeLoss
 from utils.train.loss_check import kernel_obstacle
 from utils.train.schedule import NOMINAL_BATCH, Restarts, Schedule, accumulation, describe_restarts, warmup_steps
 
+MAX_NAME = 255  # bytes that usual file systems allow for a name
 SHOWN_NAMES = 5  # of the classes that are called otherwise in the starting weights
 # Of the tensors of a file or a model that should find their place; batch counters fit anywhere and make up a fifth.
 MIN_SHARE, LOW_SHARE = 0.25, 0.5
@@ -47,9 +50,11 @@ def prepare_run(options: TrainOptions) -> tuple[TrainOptions, Checkpoint | None,
     """Return the options in force, and the checkpoint and folder of the run to continue (None for a new run).
 
     Raises:
-        FileNotFoundError, ValueError: ``--resume`` without a run that can be continued.
+        FileNotFoundError, ValueError: ``--resume`` without a run that can be continued, or a new run whose folder
+            cannot be made.
     """
     if not options.resume:
+        check_run_path(options)
         return options, None, None
     path = Path(options.resume) if isinstance(options.resume, str) else newest_unfinished(Path.cwd())
     if path is None:
@@ -60,7 +65,10 @@ def prepare_run(options: TrainOptions) -> tuple[TrainOptions, Checkpoint | None,
         LOGGER.warning(
             f"--resume: no run to continue below {Path.cwd()}; training starts from {options.weights} instead"
         )
+        check_run_path(options)
         return options, None, None
+    if path.is_dir():
+        path = last_of_folder(path)
     if not path.is_file():
         raise FileNotFoundError(f"--resume {path} not found; give the path of a run's weights/last.pt")
     if path.resolve().parent.name != "weights":
@@ -81,11 +89,30 @@ def prepare_run(options: TrainOptions) -> tuple[TrainOptions, Checkpoint | None,
     return resumed, checkpoint, path.resolve().parent.parent
 
 
+def last_of_folder(folder: Path) -> Path:
+    """Return the checkpoint to continue from where ``--resume`` names the folder of a run, or its weights folder.
+
+    Raises:
+        FileNotFoundError: no last.pt in either place.
+    """
+    places = (folder / "weights" / "last.pt", folder / "last.pt")
+    found = next((path for path in places if path.is_file()), None)
+    if found is None:
+        raise FileNotFoundError(
+            f"--resume {folder} is a folder, and {places[0]} is not there; give the folder of a run that has one, "
+            "or the path of its weights/last.pt"
+        )
+    LOGGER.info(f"--resume {folder}: the run goes on from {found}")
+    return found
+
+
 def resumed_options(options: TrainOptions, checkpoint: Checkpoint) -> TrainOptions:
     """Return the checkpoint's options with those of ``CHANGEABLE`` that were typed beside ``--resume``."""
     resumed = options_from_mapping(checkpoint.opt)
     for name in sorted(options.given - {"resume"}):
         flag = "--" + name.replace("_", "-")
+        if getattr(options, name) == getattr(resumed, name):
+            continue
         if name in CHANGEABLE:
             LOGGER.info(f"--resume: {flag} {getattr(options, name)} replaces {getattr(resumed, name)}")
             setattr(resumed, name, getattr(options, name))
@@ -118,6 +145,38 @@ def run_path(options: TrainOptions) -> Path:
     """Return the folder that ``--project`` and ``--name`` mean; the name ``cfg`` stands for the model's."""
     name = Path(options.cfg or options.weights).stem if options.name == "cfg" else options.name
     return Path(options.project) / name
+
+
+def check_run_path(options: TrainOptions) -> None:
+    """Find out before the work begins whether the run's folder can be made; nothing is made here.
+
+    Raises:
+        ValueError: a name too long for the file system, a file where a folder should be, or no right to write.
+    """
+    path, typed = run_path(options), f"--project {options.project} --name {options.name}"
+    long = next((part for part in path.parts if len(os.fsencode(part)) > MAX_NAME), None)
+    if long is not None:
+        raise ValueError(
+            f"{typed}: '{long[:20]}…' has {len(os.fsencode(long))} bytes, a folder's name may have {MAX_NAME}; "
+            "choose a shorter --name or --project"
+        )
+    folder = (path if options.exist_ok else path.parent).absolute()
+    existing = next(place for place in (folder, *folder.parents) if place.exists())
+    if not existing.is_dir():
+        raise ValueError(f"{typed}: {existing} is a file, not a folder; choose another --project or --name")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(f"{typed}: {existing} may not be written to; choose another --project")
+
+
+def check_demands(options: TrainOptions, hyp: Hyp, device: torch.device) -> None:
+    """Refuse what device and hyper-parameters rule out, before anything is built.
+
+    Raises:
+        ValueError: an option that needs a CUDA device without one, or restarts that fall to more than their peak.
+    """
+    check_device(options, device)
+    if options.cos_restarts is not None:
+        make_restarts(options).check_peak(hyp.lr0)
 
 
 def load_data(options: TrainOptions) -> DataSpec:
@@ -204,14 +263,18 @@ def freeze_model(model: DetectionModel, freeze: list[int | str]) -> list[nn.Modu
     Raises:
         ValueError: a layer the model does not have, or all of them.
     """
+    typed, count = f"--freeze {' '.join(map(str, freeze))}", len(model.model)
+    if freeze != ["backbone"] and max(freeze) >= count + (len(freeze) == 1):  # a single number is one past the last
+        raise ValueError(
+            f"{typed}: this model has {count} layers, 0 to {count - 1}; --freeze 10 freezes the first ten, "
+            "--freeze backbone the backbone"
+        )
     numbers = frozen_layers(freeze, len(model.yaml["backbone"]))
     if not numbers:
         LOGGER.info("Freeze: 0 layers stand still (--freeze 10 freezes the first ten, --freeze backbone the backbone)")
         return []
-    if numbers[-1] >= len(model.model):
-        raise ValueError(f"--freeze: layer {numbers[-1]} does not exist, the model has 0 to {len(model.model) - 1}")
-    if len(numbers) == len(model.model):
-        raise ValueError("--freeze: all layers would be frozen, nothing could be learnt")
+    if len(numbers) == count:
+        raise ValueError(f"{typed}: all layers would be frozen (this model has {count}), nothing could be learnt")
     layers = [model.model[number] for number in numbers]
     for layer in layers:
         layer.requires_grad_(False)
@@ -248,6 +311,8 @@ def make_schedule(options: TrainOptions, hyp: Hyp, batch_size: int, batches_per_
         f"Schedule: {options.schedule}, lr {hyp.lr0:g} to {schedule.final_lr:g}, warm-up {steps} batches, "
         f"batch {batch_size} x accumulate {accumulate} = {batch_size * accumulate} images per optimizer step"
     )
+    if ignored := options.schedule_flags[1:]:
+        LOGGER.warning(f"{options.schedule_flags[0]} is used, {' and '.join(ignored)} ignored: one schedule at a time")
     if steps > options.epochs * batches_per_epoch / 2:
         LOGGER.warning(
             f"warm-up takes {steps} of the run's {options.epochs * batches_per_epoch} batches; more epochs would help"

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from models.checkpoint import Checkpoint
+from utils.files import increment_path
+from utils.log import LOGGER
 from utils.train.optim import load_optimizer_state
 
 if TYPE_CHECKING:
@@ -59,12 +62,24 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
     trainer.ema.updates = checkpoint.updates
     if checkpoint.scaler and trainer.scaler.is_enabled():
         trainer.scaler.load_state_dict(checkpoint.scaler)
-    trainer.best_fitness = checkpoint.best_fitness or 0.0
     state = checkpoint.trainer or {}
-    if "stopper" in state:
+    known = (checkpoint.data or {}).get("val_images", len(trainer.val_set))
+    trainer.is_other_data = known != len(trainer.val_set)
+    trainer.best_fitness = 0.0 if trainer.is_other_data else checkpoint.best_fitness or 0.0
+    if "stopper" in state and not trainer.is_other_data:
         trainer.stopper.load_state_dict(state["stopper"])
     trainer.step_index = state.get("step_index", trainer.step_index)
     if state.get("closing_epoch", -1) >= 0:  # early stopping had begun the closing epochs
         trainer.closing_epoch, trainer.final_epoch = state["closing_epoch"], state["final_epoch"]
     if len(state.get("class_maps", ())) == trainer.spec.nc:
         trainer.class_maps = state["class_maps"]
+
+
+def set_best_aside(best: Path) -> None:
+    """Keep the best weights so far under another name: their fitness comes from other validation pictures."""
+    aside = increment_path(best.with_name("best_before.pt"))
+    best.rename(aside)
+    LOGGER.warning(
+        "the validation pictures are others than before, so the search for the best epoch begins anew; the best weights "
+        f"so far are kept as {aside}"
+    )

@@ -7,6 +7,7 @@ import math
 import shutil
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from utils.evaluate.report import write_report
 from utils.evaluate.validator import Validator, ValResult
 from utils.evaluate.warning_file import WarningRecorder
 from utils.files import atomic_write, increment_path, lock_folder, write_yaml
-from utils.log import LOGGER, progress
+from utils.log import LOGGER, counted, progress
 from utils.options import Hyp, TrainOptions
 from utils.preflight import apply_alloc_conf, preflight
 from utils.runtime import check_img_size, init_seeds, limit_threads, select_device
@@ -49,7 +50,7 @@ from utils.train.setup import (
     run_path,
     switch_kernels,
 )
-from utils.train.state import make_checkpoint, restore
+from utils.train.state import make_checkpoint, restore, set_best_aside
 from utils.train.stopping import EarlyStopping
 from utils.train.throughput import device_peak_tflops
 from utils.train.weight_update import MAX_SKIPPED, SkippedSteps, WeightUpdate
@@ -114,6 +115,7 @@ class Trainer:
             stride=self.stride,
             device=self.device,
         )
+        self.batch_size = min(self.batch_size, len(self.train_set))  # the loader does not repeat pictures to fill one
         self.validator = self._make_validator()
 
     def _make_validator(self, **outputs: Any) -> Validator:
@@ -140,6 +142,7 @@ class Trainer:
         self.skipped = SkippedSteps()
         self.closing_epoch = -1  # first of the closing epochs that early stopping asked for, -1 = none
         self.final_epoch = self.options.epochs - 1
+        self.is_other_data = False  # a resumed run validates on other pictures than before
         self.class_maps: Sequence[float] = [0.0] * self.spec.nc
         self.unread = 0  # validation pictures that could not be read since the scan
         self.update = WeightUpdate(self.model, self.optimizer, self.scaler, self.ema, self.options.clip_grad)
@@ -161,6 +164,9 @@ class Trainer:
         self.weights_dir.mkdir(parents=True, exist_ok=True)
         self.last, self.best = self.weights_dir / "last.pt", self.weights_dir / "best.pt"
         self.has_best = resume is not None and self.best.exists()  # what an older run left here is replaced
+        if self.has_best and self.is_other_data:
+            set_best_aside(self.best)
+            self.has_best = False
         self.lock = lock_folder(self.save_dir)
         for leftover in self.weights_dir.glob(".*.tmp"):  # of a process that was killed while it wrote
             leftover.unlink()
@@ -173,6 +179,7 @@ class Trainer:
         }
         write_yaml(self.save_dir / "opt.yaml", {**self.recorded_options, "hyp": self.hyp.to_dict()})
         self.warning_recorder.write_to(self.save_dir, keep=resume is not None)
+        self.warning_recorder.after_error = partial(write_report, self.save_dir)
         if resume is None:
             (self.save_dir / "evaluation.json").unlink(missing_ok=True)  # of an older run in a reused folder
         self.results = ResultsTable(self.save_dir / "results.csv", self.start_epoch)
@@ -213,7 +220,7 @@ class Trainer:
         LOGGER.info(
             describe_mosaic(options.epochs, options.close_mosaic, options.open_mosaic, mosaic)
             + f"\nImages {self.imgsz} px, {self.train_loader.num_workers} workers, results in {self.save_dir}"
-            + f"\nTraining for {options.epochs - self.start_epoch} epochs"
+            + f"\nTraining for {counted(options.epochs - self.start_epoch, 'epoch')}"
         )
         result: ValResult | None = None
         try:
@@ -233,7 +240,7 @@ class Trainer:
             self.monitor.close()
             self.train_loader.close()
         hours = (time.perf_counter() - started) / 3600
-        LOGGER.info(f"\n{self.epoch - self.start_epoch + 1} epochs completed in {hours:.3f} hours")
+        LOGGER.info(f"\n{counted(self.epoch - self.start_epoch + 1, 'epoch')} completed in {hours:.3f} hours")
         return self.finish() or result
 
     def begin_epoch(self, epoch: int) -> None:
@@ -265,7 +272,8 @@ class Trainer:
             if self.monitor.is_due or number == len(self.train_loader) - 1:
                 self.monitor.flush()
                 self._read_skipped()
-                bar.set_description_str(self.monitor.progress(self.options.epochs, len(targets), side))
+                text = self.monitor.progress(self.options.epochs, len(targets), side)
+                bar.set_description_str(text, refresh=False)  # drawn with the bar, rarely in a log file
         self.flush_gradients()
         self._read_skipped()
         record = {f"x/lr{index}": group["lr"] for index, group in enumerate(self.optimizer.param_groups)}
@@ -319,7 +327,7 @@ class Trainer:
             self.class_maps = result.maps.tolist()
             score = float(fitness(np.array([[result.precision, result.recall, result.map50, result.map]]))[0])
             is_stopped = self.stopper(self.epoch, score)
-            is_best = score > self.best_fitness or not self.has_best
+            is_best = score >= self.best_fitness or not self.has_best
             self.best_fitness = max(score, self.best_fitness)
             self._check_finite(result.losses, "validation")
             self.unread = say_unread(self.val_set.broken_files(), len(self.val_set), "val: ", known=self.unread)
@@ -351,14 +359,18 @@ class Trainer:
         return True
 
     def save(self, is_best: bool, record: dict[str, float]) -> None:
-        """Write last.pt, best.pt when it is, and the periodic checkpoint when it is due."""
-        save_checkpoint(self.last, make_checkpoint(self, record))
-        copies = [self.best] if is_best else []
+        """Write best.pt when it is, the periodic checkpoint when it is due, and last.pt.
+
+        last.pt comes last: it tells a resumed run which fitness the weights in best.pt have.
+        """
+        targets = [self.best] if is_best else []
         if self.options.save_period > 0 and self.epoch % self.options.save_period == 0:
-            copies.append(self.weights_dir / f"epoch{self.epoch}.pt")
+            targets.append(self.weights_dir / f"epoch{self.epoch}.pt")
+        first, *copies = [*targets, self.last]
+        save_checkpoint(first, make_checkpoint(self, record))
         for copy in copies:
             with atomic_write(copy) as temporary:
-                shutil.copyfile(self.last, temporary)
+                shutil.copyfile(first, temporary)
         self.has_best |= is_best
 
     def finish(self) -> ValResult | None:
@@ -406,6 +418,8 @@ class Trainer:
             if self.has_best:
                 strip_optimizer(self.best)
             LOGGER.info(f"\nInterrupted. To go on: python train_dual.py --resume {self.last}")
+        else:
+            LOGGER.info(f"\nInterrupted before the first checkpoint: nothing was saved, {self.save_dir} may be deleted")
 
     def _random_size(self, shape: torch.Size) -> tuple[int, int]:
         """Draw a longer side from 0.5 to 1.5 times the image size and scale ``shape`` (H, W) to it."""
