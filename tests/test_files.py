@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import os
+import weakref
+from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from utils.files import atomic_write, find_file, increment_path, read_yaml, write_text_atomic, write_yaml
+from utils import files
+from utils.files import (
+    atomic_write,
+    find_file,
+    increment_path,
+    json_text,
+    read_yaml,
+    write_text_atomic,
+    write_yaml,
+)
 
 
 def test_increment_path_counts_from_two(tmp_path: Path) -> None:
@@ -39,6 +55,48 @@ def test_atomic_write_replaces_only_when_the_block_ends_well(tmp_path: Path) -> 
     assert [item.name for item in path.parent.iterdir()] == ["file.txt"]
     write_text_atomic(path, "new")
     assert path.read_text() == "new"
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (OSError(errno.ENOSPC, "full"), "No space left on device"),
+        (OSError(errno.ENOSPC, "full", "some/source"), "No space left on device"),
+        (OSError(errno.EIO, "broken"), os.strerror(errno.EIO)),
+    ],
+)
+def test_failed_writing_names_the_file_and_the_room_without_our_own_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError, reason: str
+) -> None:
+    """The temporary file is gone before the room is measured, and so is the open handle that would keep its room."""
+    kept: list[weakref.ref] = []
+
+    def measure(folder: Path) -> SimpleNamespace:
+        assert list(folder.iterdir()) == [] and kept[0]() is None
+        return SimpleNamespace(free=12_345_678)
+
+    def fill(temporary: Path) -> None:
+        handle = open(temporary, "wb")  # noqa: SIM115 - as torch leaves its own
+        kept.append(weakref.ref(handle))
+        raise error
+
+    monkeypatch.setattr(files.shutil, "disk_usage", measure)
+    message = f"opt.yaml could not be written: {reason} .12 MB are free"
+    with pytest.raises(OSError, match=message) as caught, atomic_write(tmp_path / "opt.yaml") as temporary:
+        fill(temporary)
+    assert caught.value.errno == error.errno
+
+
+def test_errors_that_say_where_are_left_alone(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="absent.txt"), atomic_write(tmp_path / "file.txt"):
+        (tmp_path / "absent.txt").read_text()
+    with pytest.raises(OSError, match="^no picture$"), atomic_write(tmp_path / "file.txt"):
+        raise OSError("no picture")
+
+
+def test_json_of_values_that_json_has_no_word_for() -> None:
+    content = {"a": float("inf"), "b": [float("nan"), 1.5], 3: (np.float32("inf"), np.int64(7)), "d": date(2024, 5, 1)}
+    assert json.loads(json_text(content)) == {"a": None, "b": [None, 1.5], "3": [None, 7], "d": "2024-05-01"}
 
 
 def test_find_file_takes_paths_bare_names_and_names_what_it_searched(tmp_path: Path) -> None:

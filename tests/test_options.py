@@ -119,6 +119,20 @@ def test_validation_abbreviations(line: str) -> None:
         ("--no-such-flag", "no-such-flag"),
         ("--optimizer Newton", "Newton"),
         ("--mosaic 3", "--mosaic"),
+        ("--seed -1", "--seed -1: should be a whole number from 0"),
+        ("--seed 99999999999999999999", "--seed 99999999999999999999: should be"),
+        ("--label-smoothing 1", "--label-smoothing 1.0: should be at least 0 and below 1"),
+        ("--quad --batch 10", "--batch 10 is no multiple of 4: use --batch 8"),
+        ("--quad --batch 1", "use --batch 4"),
+        ("--freeze foo", "'foo': expected layer numbers"),
+        ("--freeze 1.5", "'1.5': expected layer numbers"),
+        ("--cos-restarts inf", "--cos-restarts inf: T_0 (epochs of the first cycle) should be a whole number"),
+        ("--cos-restarts nan", "--cos-restarts nan: T_0"),
+        ("--cos-restarts 0", "--cos-restarts 0: T_0"),
+        ("--cos-restarts 2.5", "--cos-restarts 2.5: T_0"),
+        ("--cos-restarts 5 0.5", "--cos-restarts 5 0.5: T_mult (growth of each cycle) should be a whole number"),
+        ("--cos-restarts 5 2 inf", "eta_min (lowest learning rate) should be a number from 0 on, for example"),
+        ("--cos-restarts 5 2 nan", "eta_min"),
     ],
 )
 def test_wrong_lines_end_with_status_two_and_name_the_flag(line: str, word: str, capsys: pytest.CaptureFixture) -> None:
@@ -126,6 +140,17 @@ def test_wrong_lines_end_with_status_two_and_name_the_flag(line: str, word: str,
         TrainOptions.from_cli(line.split())
     assert caught.value.code == 2
     assert word in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", ["--seed 9223372036854775807", "--label-smoothing 0.999", "--quad --batch -1"])
+def test_limits_that_are_just_kept(line: str) -> None:
+    TrainOptions.from_cli(line.split())
+
+
+def test_flags_of_several_schedules_are_listed_the_one_in_force_first() -> None:
+    options = TrainOptions.from_cli("--fixed-lr --cos-lr --cos-restarts 3".split())
+    assert options.schedule_flags == ["--cos-restarts", "--cos-lr", "--fixed-lr"]
+    assert (options.schedule, TrainOptions().schedule_flags) == ("cosine-restarts", [])
 
 
 def test_image_sides() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from utils import runtime
 from utils.runtime import (
     autocast,
     check_img_size,
@@ -71,6 +72,25 @@ def test_threads_of_main_process_and_workers() -> None:
 def test_image_size_is_rounded_up(given: int, used: int) -> None:
     assert check_img_size(given, 32, floor=64) == used
     assert check_img_size([given, 640], 32, floor=64) == [used, 640]
+
+
+@pytest.mark.parametrize(
+    ("side", "floor", "said"),
+    [
+        (32, 64, "--img 32 is smaller than 64, the smallest side for the stride 32: 64 is used"),
+        (20, 64, "smaller than 64"),
+        (40, 64, "--img 40 is no multiple of the stride 32: 64 is used"),
+        (650, 64, "no multiple of the stride 32: 672"),
+        (64, 64, ""),
+    ],
+)
+def test_reason_of_another_image_size_is_the_true_one(
+    side: int, floor: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(runtime.LOGGER, "info", lines.append)
+    check_img_size(side, 32, floor=floor)
+    assert bool(lines) == bool(said) and said in "".join(lines)
 
 
 def test_autocast_is_off_without_a_type() -> None:

@@ -11,6 +11,7 @@ import traceback
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -138,8 +139,10 @@ def plain_data(content: Any) -> Any:
     """
     if content is None or isinstance(content, (str, bool, int)):
         return content
-    if isinstance(content, float):
-        return content if math.isfinite(content) else None
+    if isinstance(content, Integral):  # of NumPy
+        return int(content)
+    if isinstance(content, Real):
+        return float(content) if math.isfinite(content) else None
     if isinstance(content, Mapping):
         return {str(key): plain_data(value) for key, value in content.items()}
     return [plain_data(value) for value in content] if isinstance(content, (list, tuple)) else str(content)

@@ -167,7 +167,8 @@ def test_reasons_add_up(scan: ScanResult, title: str, key: str) -> None:
 
 def test_hint_for_objects_that_vanish(tmp_path: Path) -> None:
     scan = scan_dataset(write_set(tmp_path, {"a.png": (paint(), "0 .5 .5 .01 .2\n")}))
-    assert any("thinner than 3 px" in line for line in hints({"train": describe(scan, {0: "red"}, 64)}))
+    (line,) = [line for line in hints({"train": describe(scan, {0: "red"}, 64)}) if "thinner than 3 px" in line]
+    assert "--img" in line and "--slice in detection and validation" in line
 
 
 def test_empty_scan_has_a_report(tmp_path: Path) -> None:

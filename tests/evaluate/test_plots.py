@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
+from contextlib import nullcontext
 from pathlib import Path
 
 import cv2
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
+from matplotlib.text import Text
 
-from utils.evaluate import draw, plots
+from utils.evaluate import draw, fonts, plots
 from utils.evaluate.metrics import ap_per_class
 
 NAMES = {0: "cat", 1: "кошка", 2: "行人"}
@@ -75,6 +79,32 @@ def test_label_statistics_take_arrays_per_image(tmp_path):
         [np.array([[0, 0.5, 0.5, 0.2, 0.2]]), np.zeros((0, 5)), np.array([[1, 0.5, 0.5, 1, 1]])], NAMES, tmp_path
     )
     picture(tmp_path / "labels.jpg")
+
+
+def test_names_of_any_script_cause_no_warning(tmp_path, monkeypatch):
+    """Whether or not this machine has a font for them; the figure is written in either case."""
+    monkeypatch.setattr(plots, "font_for", lambda text: None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plots.plot_confusion_matrix(np.eye(5), {**NAMES, 3: "שלום"}, tmp_path / "a.png", note="犬")
+    picture(tmp_path / "a.png")
+
+
+def test_names_get_a_font_of_this_machine_that_has_them(tmp_path, monkeypatch):
+    other = next(path for path in fonts.font_files() if path.name == "DejaVuSans.ttf").with_name("DejaVuSerif.ttf")
+    monkeypatch.setattr(plots, "font_for", lambda text: other if "行人" in text else None)
+    used = {}
+
+    def note(figure, *_, **__):
+        for part in figure.findobj(Text):
+            used[part.get_text()] = part.get_fontproperties().get_file(), part.get_fontsize()
+
+    monkeypatch.setattr(plots, "atomic_write", lambda path: nullcontext(path))
+    monkeypatch.setattr(Figure, "savefig", note)
+    plots.plot_confusion_matrix(np.eye(5), NAMES, tmp_path / "a.png", note="行人")
+    plots.plot_confusion_matrix(np.eye(5), NAMES, tmp_path / "a.png", note="plain")
+    assert used["Confusion matrix (行人)"] == (str(other), used["Confusion matrix (plain)"][1]), "only the font differs"
+    assert used["Confusion matrix (plain)"][0] is None
 
 
 COLUMNS = (

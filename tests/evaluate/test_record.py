@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from dataclasses import replace
 
 import cv2
 import numpy as np
@@ -77,6 +78,12 @@ def test_a_folder_that_cannot_be_written_ends_nothing(result, tmp_path, log):
     (tmp_path / "file").write_text("")
     assert write_evaluation(result, tmp_path / "file" / "run") is None
     assert "was not written" in log.text
+
+
+def test_figures_that_are_not_finite_are_written_as_unknown(result, tmp_path):
+    settings = {"conf_thres": float("inf"), "iou_thres": np.float32("nan"), "max_det": np.int64(3)}
+    path = write_evaluation(replace(result, settings=settings), tmp_path, use_pictures=False)
+    assert json.loads(path.read_text())["settings"] == {"conf_thres": None, "iou_thres": None, "max_det": 3}
 
 
 def test_an_evaluation_of_nothing(tmp_path):

@@ -88,6 +88,27 @@ def test_command_line(runs, tmp_path, log):
         main([str(tmp_path / "absent")])
 
 
+def test_a_run_that_cannot_be_read_costs_a_comparison_only_itself(runs, tmp_path, monkeypatch, log):
+    (tmp_path / "empty").mkdir()
+    original = report.read_run
+
+    def read(folder, page_folder=None):
+        if folder == runs[1]:
+            raise TypeError("of a kind nobody expected")
+        return original(folder, page_folder)
+
+    monkeypatch.setattr(report, "read_run", read)
+    path = write_comparison([tmp_path / "empty", runs[0], runs[1], tmp_path / "absent"], tmp_path / "page.html")
+    assert "<title>exp</title>" in path.read_text(encoding="utf-8")
+    left_out = [record.message for record in log.records if "is left out of the comparison" in record.message]
+    assert [line.split(" is left out")[0] for line in left_out] == [
+        str(folder) for folder in (tmp_path / "empty", runs[1], tmp_path / "absent")
+    ]
+    with pytest.raises(ValueError, match="none of these runs can be read"):
+        write_comparison([tmp_path / "empty", tmp_path / "absent"], tmp_path / "none.html")
+    assert not (tmp_path / "none.html").exists()
+
+
 # --- in a browser -----------------------------------------------------------------------------------------------------
 
 

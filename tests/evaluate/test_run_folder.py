@@ -11,6 +11,7 @@ import pytest
 
 from tests.evaluate.run_kit import epoch_columns, make_run
 from utils.evaluate.advice import advise, best_row
+from utils.evaluate.report import write_report
 from utils.evaluate.run_folder import MAX_ROWS, command, read_columns, read_run
 from utils.evaluate.warning_file import WarningRecorder, read_warnings
 from utils.files import read_yaml
@@ -49,6 +50,38 @@ def test_absent_and_damaged_files_are_left_out(tmp_path, name, content):
     path = folder / name
     path.unlink() if content is None else path.write_text(content)
     json.dumps(read_run(folder), allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("opt.yaml", "clip_grad: 10.0", "clip_grad: .inf"),
+        ("opt.yaml", "epochs: 2", "epochs: .inf"),
+        ("opt.yaml", "entity: ''", "entity: 2024-05-01"),
+        ("opt.yaml", "entity: ''", "entity: {a: [.nan]}"),
+        ("opt.yaml", "lr0: 0.01", "lr0: .nan"),
+        ("opt.yaml", "lr0: 0.01", "2024-05-01: 2024-05-01"),
+        ("evaluation.json", '"map50":', '"map50": Infinity, "other":'),
+        ("data_report.json", '"used": 200', '"used": NaN'),
+        ("data_report.json", '"used": 200', '"used": "many"'),
+        ("data_report.json", '"empty_label_file": 2', '"empty_label_file": "some"'),
+    ],
+)
+def test_values_that_json_cannot_hold_leave_the_report_standing(tmp_path, name, old, new):
+    folder = make_run(tmp_path / "exp", epochs=2)
+    path = folder / name
+    text = path.read_text(encoding="utf-8")
+    assert old in text
+    path.write_text(text.replace(old, new, 1), encoding="utf-8")
+    page = write_report(folder).read_text(encoding="utf-8")
+    data = page.split('id="data">')[1].split("</script>")[0]
+
+    def refuse(word):
+        raise AssertionError(f"{word} is no JSON")
+
+    (run,) = json.loads(data, parse_constant=refuse)["runs"]
+    if "clip_grad" in new:
+        assert run["options"]["clip_grad"] == "inf" and "--clip-grad inf" in run["command"]
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path):

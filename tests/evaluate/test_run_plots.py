@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import cv2
 import numpy as np
 import pytest
 
-from utils.evaluate import draw, run_plots
+from utils.evaluate import draw, plots, run_plots
 from utils.evaluate.run_plots import plot_lr, plot_monitor, plot_run, read_table
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
@@ -66,6 +67,17 @@ def test_learning_rate_from_results(tmp_path: Path, failures) -> None:
     assert is_picture(tmp_path / "lr.png")
     assert read_table(tmp_path / "results.csv")["epoch"].tolist() == [0, 1, 2]
     assert not failures
+
+
+def test_the_name_of_a_run_in_any_script_causes_no_warning(tmp_path: Path, failures, monkeypatch) -> None:
+    folder = tmp_path / "訓練 שלום"
+    folder.mkdir()
+    write_monitor(folder / "monitor.csv", run_plots.LOSS_COLUMNS)
+    monkeypatch.setattr(plots, "font_for", lambda text: None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plot_monitor(folder / "monitor.csv")
+    assert is_picture(folder / "monitor.png") and not failures
 
 
 def test_empty_and_missing_tables_are_warnings(tmp_path: Path, failures) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,6 +29,7 @@ from models.graph import DetectionModel
 from models.heads import lead_prediction
 from models.safe_reader import WeightsFileError
 from tests.reference.fill import fill_state_dict
+from utils import files
 
 FORWARDS = (
     "upstream_yolov9-t_train.model",
@@ -157,6 +160,30 @@ def test_failed_save_leaves_the_old_file(checkpoint: Checkpoint, tmp_path: Path)
     with pytest.raises(TypeError, match=r"checkpoint\.trainer\.stopper\.best is a object"):
         save_checkpoint(path, checkpoint)
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
+def test_failed_save_is_told_with_the_room_that_is_free_without_it(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's writer keeps its file open in the error it raises; a removed file keeps its room while it is open."""
+    kept: list[weakref.ref] = []
+
+    def save(content: object, path: Path) -> None:
+        handle = open(path, "wb")  # noqa: SIM115 - as torch leaves its own
+        kept.append(weakref.ref(handle))
+        try:
+            raise RuntimeError("PytorchStreamWriter failed writing file")
+        except RuntimeError:
+            raise RuntimeError("unexpected pos 1152 vs 1046")  # noqa: B904 - as torch does
+
+    def measure(folder: Path) -> SimpleNamespace:
+        assert list(folder.iterdir()) == [] and kept[0]() is None
+        return SimpleNamespace(free=12_345_678)
+
+    monkeypatch.setattr(torch, "save", save)
+    monkeypatch.setattr(files.shutil, "disk_usage", measure)
+    with pytest.raises(OSError, match=r"last\.pt could not be written \(12 MB are free there\).*Make room"):
+        save_checkpoint(tmp_path / "last.pt", checkpoint)
 
 
 def test_view_does_not_drag_its_storage_along(checkpoint: Checkpoint, tmp_path: Path) -> None:

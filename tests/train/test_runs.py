@@ -287,7 +287,7 @@ def test_a_reused_folder_holds_one_run(make_options: MakeOptions) -> None:
         ({"cfg": "nowhere.yaml"}, FileNotFoundError, "nowhere.yaml"),
         ({"weights": "nowhere.pt"}, FileNotFoundError, "nowhere.pt"),
         ({"cfg": ""}, ValueError, "--cfg"),
-        ({"freeze": [99]}, ValueError, "layer 98"),
+        ({"freeze": [99]}, ValueError, "--freeze 99: this model has 19 layers"),
         ({"freeze": [19]}, ValueError, "all layers"),
         ({"device": "7"}, ValueError, "--device 7"),
     ],

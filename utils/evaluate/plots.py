@@ -1,4 +1,4 @@
-"""Figures of a run: curves, confusion matrix, label statistics, results. The only user of matplotlib.
+"""Figures of a run: curves, confusion matrix, label statistics, results, drawn with matplotlib.
 
 Figures are drawn straight on matplotlib's Agg canvas, without pyplot: no window system, no global state, no threads.
 Nothing in here ends a run (see ``draw.harmless``). Drawing on pictures is offered from ``draw`` under this name too.
@@ -7,6 +7,7 @@ Nothing in here ends a run (see ``draw.harmless``). Drawing on pictures is offer
 from __future__ import annotations
 
 import csv
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -27,11 +28,13 @@ from utils.evaluate.draw import (
     plot_images,
     write_image,
 )
+from utils.evaluate.fonts import font_for
 from utils.files import atomic_write
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.font_manager import FontProperties
 
     from utils.evaluate.metrics import ClassCurves, OperatingPoint
 
@@ -50,6 +53,7 @@ __all__ = [
     "plot_pr_curve",
     "plot_results",
     "plot_study",
+    "save_figure",
     "write_image",
 ]
 
@@ -59,6 +63,7 @@ RESULT_COLUMNS = (1, 2, 3, 4, 5, 8, 9, 10, 6, 7)  # of results.csv, in the order
 VALIDATION_COLUMNS = (4, 5, 6, 7, 8, 9, 10)
 OVERLAID_BOXES = 1000
 DPI = 200
+MISSING_GLYPHS = r"Glyph \d+ .*missing from|Matplotlib currently does not support"  # matplotlib's warnings
 
 
 def _figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Figure, np.ndarray]:
@@ -70,9 +75,33 @@ def _figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Figure,
 
 
 def _save(figure: Figure, path: str | Path) -> None:
+    save_figure(figure, path, DPI)
+
+
+def save_figure(figure: Figure, path: str | Path, dpi: int) -> None:
+    """Write ``figure``, names of any script in a font that has them; where there is none they are rows of boxes."""
     path = Path(path)
-    with atomic_write(path) as temporary:
-        figure.savefig(temporary, dpi=DPI, format=path.suffix.lstrip(".") or "png")
+    _choose_fonts(figure)
+    with atomic_write(path) as temporary, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", MISSING_GLYPHS)
+        figure.savefig(temporary, dpi=dpi, format=path.suffix.lstrip(".") or "png")
+
+
+def _choose_fonts(figure: Figure) -> None:
+    """Give texts beyond ASCII the first font of this machine that has all of their characters."""
+    from matplotlib.text import Text
+
+    for part in figure.findobj(Text):
+        text = "".join(letter for letter in part.get_text() if letter.isprintable())
+        font = None if text.isascii() else font_for(text)
+        if font is not None:
+            part.set_fontproperties(_with_file(part.get_fontproperties(), font))
+
+
+def _with_file(properties: FontProperties, font: Path) -> FontProperties:
+    changed = properties.copy()  # keeps the size
+    changed.set_file(font)
+    return changed
 
 
 def _rgb(number: int) -> tuple[float, float, float]:

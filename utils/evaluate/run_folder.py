@@ -21,7 +21,8 @@ from utils.evaluate.warning_file import read_warnings
 from utils.files import read_yaml
 from utils.options import TrainOptions
 
-UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError)  # from files of any content
+# What reading files of any content may raise.
+UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 MAX_ROWS = 1200  # of a table; more points than a screen has columns
 IRRELEVANT = {"save_dir", "resume", "hyp"}  # in opt.yaml, and no part of the command that repeats the run
 FILES = {  # what a folder may hold, in the order of a reader's interest
@@ -72,7 +73,7 @@ def read_run(folder: str | Path, page_folder: str | Path | None = None) -> dict[
         raise FileNotFoundError(f"{folder} holds neither opt.yaml, results.csv nor {EVALUATION}: not a run's folder")
     data = _read(_read_json, folder / "data_report.json") or {}
     hyp = options.pop("hyp", {})
-    epochs = int(options.get("epochs", 0) or 0)
+    epochs = _read(int, options.get("epochs")) or 0
     return {
         "name": folder.resolve().name,
         "folder": str(folder),
@@ -82,10 +83,10 @@ def read_run(folder: str | Path, page_folder: str | Path | None = None) -> dict[
         "epochs": epochs,
         "results": {name: _known(column) for name, column in without_zeros(results).items()},
         "best": best_row(results),
-        "train_s": training_seconds(results, data),
+        "train_s": _read(partial(training_seconds, results), data),
         "monitor": {name: _known(c) for name, c in (_read(read_columns, folder / "monitor.csv") or {}).items()},
         "evaluation": evaluation,
-        "data": summarise_data(data),
+        "data": _read(summarise_data, data) or {},
         "warnings": read_warnings(folder),
         "advice": [
             *(_read(_data_hints, data) or []),
@@ -156,7 +157,9 @@ def _plain(value: Any) -> Any:
     """Return an option as the report shows it: as it is, a list as its words, what JSON cannot hold as text."""
     if isinstance(value, (list, tuple)):
         return " ".join(map(str, value))
-    is_known = value is None or isinstance(value, (str, bool, int)) or (isinstance(value, float) and math.isfinite(value))
+    is_known = (
+        value is None or isinstance(value, (str, bool, int)) or (isinstance(value, float) and math.isfinite(value))
+    )
     return value if is_known else str(value)
 
 

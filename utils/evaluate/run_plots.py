@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from utils.evaluate.draw import harmless
-from utils.files import atomic_write
+from utils.evaluate.plots import save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -105,5 +105,4 @@ def _draw(panel: Axes, table: dict[str, np.ndarray], axis: str, columns: Sequenc
 
 
 def _save(figure: Figure, path: Path) -> None:
-    with atomic_write(path) as temporary:
-        figure.savefig(temporary, dpi=DPI, format=path.suffix.lstrip(".") or "png")
+    save_figure(figure, path, DPI)

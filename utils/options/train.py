@@ -190,7 +190,9 @@ class TrainOptions(FromCli):
         given, problem = self.cos_restarts or [], ""
         if len(given) > 3:
             problem = "expected at most three numbers, T_0 T_mult eta_min"
-        for name, value in zip(("T_0 (epochs of the first cycle)", "T_mult (growth of each cycle)"), given, strict=False):
+        for name, value in zip(
+            ("T_0 (epochs of the first cycle)", "T_mult (growth of each cycle)"), given, strict=False
+        ):
             if not (math.isfinite(value) and value >= 1 and value == int(value)):
                 problem = problem or f"{name} should be a whole number from 1 on"
         if not problem and len(given) == 3 and not 0 <= given[2] < math.inf:

@@ -156,9 +156,10 @@ def check_run_path(options: TrainOptions) -> None:
     path, typed = run_path(options), f"--project {options.project} --name {options.name}"
     long = next((part for part in path.parts if len(os.fsencode(part)) > MAX_NAME), None)
     if long is not None:
+        flag = "--name" if long == path.name else "--project"
         raise ValueError(
-            f"{typed}: '{long[:20]}…' has {len(os.fsencode(long))} bytes, a folder's name may have {MAX_NAME}; "
-            "choose a shorter --name or --project"
+            f"{flag} {long[:20]}…: {len(os.fsencode(long))} bytes, a folder's name may have {MAX_NAME}; choose a "
+            "shorter one"
         )
     folder = (path if options.exist_ok else path.parent).absolute()
     existing = next(place for place in (folder, *folder.parents) if place.exists())

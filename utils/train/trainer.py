@@ -40,6 +40,7 @@ from utils.train.schedule import NOMINAL_BATCH, describe_mosaic, has_mosaic, smo
 from utils.train.setup import (
     amp_dtype,
     build_training_model,
+    check_demands,
     freeze_model,
     keep_batch_norm_still,
     load_data,
@@ -70,9 +71,10 @@ class Trainer:
         LOGGER.info("train: " + ", ".join(f"{name}={value}" for name, value in self.options.to_dict().items()))
         LOGGER.info(apply_alloc_conf(self.options.alloc_conf))
         self.device = select_device(self.options.device)
+        self.hyp = Hyp.from_mapping(resume.hyp) if resume else self.options.load_hyp()
+        check_demands(self.options, self.hyp, self.device)
         preflight(self.device).log()
         init_seeds(self.options.seed, self.options.deterministic)
-        self.hyp = Hyp.from_mapping(resume.hyp) if resume else self.options.load_hyp()
         self.spec = load_data(self.options)
         self.start_epoch = self.epoch = resume.epoch + 1 if resume else 0
         self.amp_dtype = amp_dtype(self.device, self.options)
