@@ -80,6 +80,6 @@ def set_best_aside(best: Path) -> None:
     aside = increment_path(best.with_name("best_before.pt"))
     best.rename(aside)
     LOGGER.warning(
-        "the validation pictures are others than before, so the search for the best epoch begins anew; the best weights "
-        f"so far are kept as {aside}"
+        "the validation pictures are others than before, so the search for the best epoch begins anew; "
+        f"the best weights so far are kept as {aside}"
     )
