@@ -8,9 +8,10 @@ import math
 import os
 import shutil
 import traceback
+import weakref
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, TextIO
@@ -96,6 +97,21 @@ def write_error(path: Path, cause: Exception) -> OSError:
     return told
 
 
+_LOCKS: weakref.WeakSet[TextIO] = weakref.WeakSet()
+
+
+def _drop_locks() -> None:
+    """Close inherited lock files: a worker that outlives a killed run for some seconds must not hold its folder."""
+    for handle in list(_LOCKS):
+        with suppress(OSError):
+            handle.close()
+    _LOCKS.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_drop_locks)
+
+
 def lock_folder(folder: Path) -> TextIO | None:
     """Claim ``folder`` for this process until the returned file is closed or the process ends.
 
@@ -107,6 +123,7 @@ def lock_folder(folder: Path) -> TextIO | None:
     if fcntl is None:
         return None
     handle = open(folder / ".lock", "w", encoding="utf-8")  # noqa: SIM115 - stays open as long as the lock is held
+    _LOCKS.add(handle)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

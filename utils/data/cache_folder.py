@@ -98,14 +98,17 @@ class CacheFolder:
     def _use(self) -> None:
         """Take a shared lock; again where another run removed the folder just before."""
         for _ in range(MAX_ATTEMPTS):
-            self.path.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):
+            # Between any two of these calls another run may remove the folder or make it.
+            with contextlib.suppress(FileNotFoundError, FileExistsError):
+                self.path.mkdir(parents=True, exist_ok=True)
                 file = open(self.path / IN_USE, LOCKABLE)  # noqa: SIM115 - stays open as long as the folder is in use
                 _lock(file, SHARED)
                 if _is_file_at(file, self.path / IN_USE):
                     self._in_use = file
                     return
                 file.close()
+        if self.path.exists() and not self.path.is_dir():
+            raise FileExistsError(17, "a file is in the place of the folder", str(self.path))
         raise FileNotFoundError(2, "it is removed again and again by another program", str(self.path))
 
     @contextlib.contextmanager

@@ -207,8 +207,8 @@ class LoadImagesAndLabels(Dataset):
                 f"{self.prefix}none of the {len(self)} pictures can be read any more, is the disk still there?"
             )
         width, height = (int(value) for value in self.shapes[wanted])
-        grey = np.full((height, width, 3), FILL[0], np.uint8)
-        return Picture(resize_long_side(grey, self.img_size, smooth=True), (height, width), -1)
+        across, down = fitted_size(width, height, self.img_size)
+        return Picture(np.full((down, across, 3), FILL[0], np.uint8), (height, width), -1)
 
     def _try_load(self, index: int) -> Picture | None:
         if self._broken[index]:

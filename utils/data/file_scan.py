@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +16,7 @@ from typing import TypeVar
 import numpy as np
 
 from utils.data.headers import peek_jpeg
-from utils.data.images import MIN_SIDE, ImageError, check_image
+from utils.data.images import MIN_SIDE, ImageError, check_image, check_pixels
 from utils.data.labels import LabelFile, read_label_file
 from utils.data.scan_cache import NO_POINTS, Record, Remark, ScanCache, Stamp
 from utils.log import progress
@@ -102,7 +104,7 @@ def _chunked_map(
 def scan_one(image: str, label: str | None) -> Record:
     """Judge one picture and its label file (None: there is none); never raises for what the files contain."""
     try:
-        record = _look_at(image)
+        record = _look_at(_regular(image))
     except ImageError as error:
         reason = str(error).removeprefix(f"{image}: ")
         return Record.refusal(_SIZE.sub("", reason), reason)
@@ -114,9 +116,9 @@ def scan_one(image: str, label: str | None) -> Record:
         record.has_label = False
         return record
     try:
-        parsed = read_label_file(label)
+        parsed = read_label_file(_regular(label))
     except OSError as error:
-        reason = f"label file {label} cannot be read: {error.strerror}"
+        reason = f"label file {label} cannot be read: {_label_fault(label, error)}"
         return Record.refusal("file cannot be opened", reason, is_lasting=False)
     if parsed.error:
         return Record.refusal(parsed.error_kind, f"label file {label}: {parsed.error}")
@@ -126,6 +128,8 @@ def scan_one(image: str, label: str | None) -> Record:
 def _look_at(image: str) -> Record:
     """Size of a picture, from its header where that is enough. Raises ImageError or OSError."""
     header = peek_jpeg(image)
+    if header is not None:
+        check_pixels(image, header.width, header.height)
     if header is not None and min(header.width, header.height) >= MIN_SIDE:
         return Record(width=header.width, height=header.height)
     facts = check_image(image)
@@ -133,6 +137,19 @@ def _look_at(image: str) -> Record:
     if facts.remark:
         record.remarks = [Remark(0, "image", "odd picture", facts.remark)]
     return record
+
+
+def _regular(path: str) -> str:
+    """Return a path whose opening cannot hang; raises OSError for pipes, devices and what is not there."""
+    mode = os.stat(path).st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # opening a folder says so itself
+        raise OSError(0, "a pipe, socket or device, not a file", path)
+    return path
+
+
+def _label_fault(label: str, error: OSError) -> str:
+    is_dead = isinstance(error, FileNotFoundError) and os.path.islink(label)
+    return "a link to a file that is not there" if is_dead else str(error.strerror)
 
 
 def _short(error: OSError) -> str:

@@ -18,6 +18,7 @@ from utils.data.headers import JPEG_END, image_kind, jpeg_has_end, png_damage, r
 
 IMAGE_SUFFIXES = frozenset((".bmp", ".dng", ".jpeg", ".jpg", ".mpo", ".png", ".tif", ".tiff", ".webp", ".pfm"))
 MIN_SIDE = 10  # pixels; smaller pictures hold nothing to learn from
+MAX_PIXELS = 2**30  # OpenCV's own limit
 FILL = (114, 114, 114)  # grey of letterbox borders and empty mosaic areas
 _PLAIN = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
 # EXIF orientation -> OpenCV calls that turn the stored picture upright
@@ -146,6 +147,7 @@ def check_image(path: str | Path) -> ImageFacts:
     view = memoryview(data)
     header = read_header(view)
     width, height, remark = header.width, header.height, None
+    check_pixels(path, width, height)
     damage = png_damage(view) if header.kind == "png" else None
     if damage:
         raise ImageError(f"{path}: {damage}")
@@ -159,6 +161,14 @@ def check_image(path: str | Path) -> ImageFacts:
     if header.bit_depth > 8:
         remark = _range_remark(data)
     return ImageFacts(width, height, remark)
+
+
+def check_pixels(path: str | Path, width: int, height: int) -> None:
+    """Raise ImageError for sizes that no decoder here takes: a few bytes can announce any number of pixels."""
+    if width * height > MAX_PIXELS:
+        raise ImageError(
+            f"{path}: its header announces {width} x {height} pixels, more than the {MAX_PIXELS:,} that can be decoded"
+        )
 
 
 def _range_remark(data: np.ndarray) -> str | None:

@@ -80,7 +80,8 @@ def _suffix(name: str) -> str:
 def walk_files(root: str, on_unreadable: Callable[[str, OSError], object]) -> Iterator[os.DirEntry[str]]:
     """Files below a folder, without those of systems; each real folder is entered once, linked folders come last.
 
-    A folder that cannot be read is passed to on_unreadable, and the walk goes on.
+    What cannot be read (folders, links without an end, pipes and devices) is passed to on_unreadable, and the walk goes
+    on. Dead links are handed out like files.
     """
     visited: set[str] = set()
     pending, links = [root], []
@@ -96,16 +97,25 @@ def walk_files(root: str, on_unreadable: Callable[[str, OSError], object]) -> It
             on_unreadable(folder, error)
             continue
         for entry in entries:
-            if entry.is_dir():
+            try:
+                is_folder, is_usable = entry.is_dir(), entry.is_file() or not os.path.exists(entry.path)
+            except OSError as error:
+                on_unreadable(entry.path, error)
+                continue
+            if is_folder:
                 if entry.name != "__MACOSX":
                     (links if entry.is_symlink() else pending).append(entry.path)
-            elif not is_system_file(entry.name):
+            elif is_system_file(entry.name):
+                continue
+            elif is_usable:
                 yield entry
+            else:
+                on_unreadable(entry.path, OSError(0, "a pipe, socket or device, not a file"))
 
 
 def _pictures_below(root: str, result: ImageList) -> list[str]:
     def leave_out(folder: str, error: OSError) -> None:
-        result.left_out.append((folder, f"folder cannot be read: {error.strerror}"))
+        result.left_out.append((folder, f"cannot be read: {error.strerror}"))
 
     found: list[str] = []
     for entry in walk_files(root, leave_out):

@@ -7,6 +7,7 @@ A file of another format, or a damaged one, is passed over with one line and rep
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -23,8 +24,10 @@ from utils.data.tables import RowTable, TextTable, offsets_of
 from utils.files import atomic_write
 from utils.log import LOGGER
 
-FORMAT_VERSION = 2  # raise it whenever the rules for pictures or rows change
+FORMAT_VERSION = 3  # raise it whenever the rules for pictures or rows change
 SUFFIX = ".scan.cache"
+NO_FILE, UNREACHABLE = -1, -2  # in place of a size: nothing there, or nothing that can be read
+UNREADABLE = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.EIO)
 
 
 NO_BOXES = np.zeros((0, 5), np.float32)  # shared by all pictures without objects
@@ -54,17 +57,22 @@ class Stamp(NamedTuple):
 
     @property
     def has_label(self) -> bool:
-        """Whether there is a label file."""
-        return self.label_size >= 0
+        """Whether there is a label file, be it one that cannot be read."""
+        return self.label_size != NO_FILE
 
 
 def _stat(path: str, *, only_files: bool = False) -> tuple[int, int, int]:
+    """Size and times of a file; three times NO_FILE, or UNREACHABLE where something is there that cannot be read."""
     try:
         status = os.stat(path)
-    except (OSError, ValueError):
-        return -1, -1, -1
+    except FileNotFoundError:
+        return (UNREACHABLE if os.path.lexists(path) else NO_FILE,) * 3  # a dead link is there
+    except OSError as error:
+        return (UNREACHABLE if error.errno in UNREADABLE else NO_FILE,) * 3
+    except ValueError:
+        return (NO_FILE,) * 3
     if only_files and not stat.S_ISREG(status.st_mode):
-        return -1, -1, -1
+        return (UNREACHABLE,) * 3
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 

@@ -94,7 +94,7 @@ class Source:
         """Take up the files of a folder and its sub-folders, each real folder once, linked folders last."""
 
         def note(unreadable: str, error: OSError) -> None:
-            self.missing.append((unreadable, f"folder cannot be read ({error.strerror})"))
+            self.missing.append((unreadable, f"cannot be read ({error.strerror})"))
 
         for entry in walk_files(str(folder), note):
             self.add_file(Path(entry.path), root)

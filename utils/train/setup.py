@@ -83,8 +83,8 @@ def prepare_run(options: TrainOptions) -> tuple[TrainOptions, Checkpoint | None,
     if checkpoint.epoch + 1 >= resumed.epochs:
         raise ValueError(
             f"--resume {path}: all {resumed.epochs} epochs are done. "
-            f"--resume {path} --epochs N extends the run, --weights {path} starts a new one from its weights. If it was "
-            f"stopped in its final validation: python val_dual.py --weights {path.with_name('best.pt')} --data "
+            f"--resume {path} --epochs N extends the run, --weights {path} starts a new one from its weights. If it "
+            f"was stopped in its final validation: python val_dual.py --weights {path.with_name('best.pt')} --data "
             f"{resumed.data} makes up for that"
         )
     resumed.resume, resumed.weights = str(path), str(path)
