@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from utils.cli import parse_options
+from utils.cli import option, parse_options
 
 SLICE_AS_INPUT = -1  # slices as large as the longer side of the network's input
 
@@ -43,6 +43,22 @@ class FromCli:
             raise ValueError(f"--slice {self.slice_size}: should be at least 32 pixels, or stand without a number")
         if not 0 <= self.slice_overlap <= 0.9:
             raise ValueError(f"--slice-overlap {self.slice_overlap}: should lie between 0 and 0.9")
+
+
+def slice_option() -> Any:
+    """``--slice`` of detection and validation; their ``check_slices`` judges its value."""
+    return option(
+        0,
+        "look at large pictures in slices of this side (without a number: that of --imgsz), for small objects",
+        flag="--slice",
+        nargs="?",
+        const=SLICE_AS_INPUT,
+    )
+
+
+def slice_overlap_option() -> Any:
+    """``--slice-overlap`` of detection and validation."""
+    return option(0.2, "share of their side that neighbouring slices have in common")
 
 
 def height_width(imgsz: Sequence[int] | int) -> list[int]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.cli import option
-from utils.options.base import SLICE_AS_INPUT, FromCli, height_width
+from utils.options.base import FromCli, height_width, slice_option, slice_overlap_option
 
 
 @dataclass(kw_only=True)
@@ -54,14 +54,8 @@ class DetectOptions(FromCli):
     dnn: bool = option(False, "run ONNX files with OpenCV's DNN module")
     vid_stride: int = option(1, "use every N-th frame of a video")
     batch_size: int = option(1, "frames per step", "--batch")
-    slice_size: int = option(
-        0,
-        "look at large pictures in slices of this side (without a number: that of --imgsz), for small objects",
-        flag="--slice",
-        nargs="?",
-        const=SLICE_AS_INPUT,
-    )
-    slice_overlap: float = option(0.2, "share of their side that neighbouring slices have in common")
+    slice_size: int = slice_option()
+    slice_overlap: float = slice_overlap_option()
     video_codec: str = option(
         "auto", "auto: H.264 where an encoder is found, else mp4v", choices=["auto", "h264", "mp4v"]
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from utils.cli import option
-from utils.options.base import SLICE_AS_INPUT, FromCli
+from utils.options.base import FromCli, slice_option, slice_overlap_option
 
 BOOLEAN = argparse.BooleanOptionalAction
 
@@ -50,14 +50,8 @@ class ValOptions(FromCli):
         True, "pad batches to the smallest rectangle, as training does, where the file takes any shape", action=BOOLEAN
     )
 
-    slice_size: int = option(
-        0,
-        "look at large pictures in slices of this side (without a number: that of --imgsz), for small objects",
-        flag="--slice",
-        nargs="?",
-        const=SLICE_AS_INPUT,
-    )
-    slice_overlap: float = option(0.2, "share of their side that neighbouring slices have in common")
+    slice_size: int = slice_option()
+    slice_overlap: float = slice_overlap_option()
 
     def __post_init__(self) -> None:
         self.check_at_least(batch_size=1, imgsz=32, max_det=1, workers=-1, min_items=0)

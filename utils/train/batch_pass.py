@@ -7,7 +7,6 @@ device never waits for Python. It computes what the plain way computes, into the
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -86,9 +85,6 @@ class BatchPass:
         self.scaler.scale(loss * self.loss_weight if self.loss_weight != 1 else loss).backward()
         return items
 
-    def forget(self) -> None:
-        """Drop what depends on the model's mode or on which weights learn; call it after changing them."""
-
 
 @dataclass
 class Recording:
@@ -119,7 +115,6 @@ class CapturedPass(BatchPass):
         self.pool = None
         self.working = WorkingWeights(self.model, self.amp_dtype)
         self.is_off = False
-        self.recording_s = 0.0
 
     def __call__(
         self,
@@ -135,7 +130,7 @@ class CapturedPass(BatchPass):
         if self.is_off or kind not in self.seen:
             self.seen.add(kind)
             return super().__call__(images, targets, size=size, smoothing=smoothing)
-        recording = self._find(kind, len(targets)) or self._record(images, len(targets), size, is_smoothed)
+        recording = self._find(kind, len(targets)) or self._record(kind, images, len(targets))
         if recording is None:
             return super().__call__(images, targets, size=size, smoothing=smoothing)
         recording.images.copy_(images, non_blocking=True)
@@ -146,41 +141,36 @@ class CapturedPass(BatchPass):
         recording.graph.replay()
         return recording.items
 
-    def forget(self) -> None:
-        self.recordings.clear()
-        self.seen.clear()
-        self.pool = None
-
     def _find(self, kind: Kind, rows: int) -> Recording | None:
         """The recorded graph with the fewest target rows that are enough, unless it is far too roomy."""
         most = max(rows, SMALLEST_ROWS) * ROOMIEST
         fitting = [room for known, room in self.recordings if known == kind and rows <= room <= most]
         return self.recordings[kind, min(fitting)] if fitting else None
 
-    def _record(self, images: Tensor, rows: int, size: tuple[int, int] | None, is_smoothed: bool) -> Recording | None:
+    def _record(self, kind: Kind, images: Tensor, rows: int) -> Recording | None:
         if len(self.recordings) >= MAX_GRAPHS:
             return None
-        started = time.perf_counter()
         capacity = row_capacity(rows)
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         align_gradients(self.model)
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()  # what plain passes have left: the graphs have memory of their own
         try:
-            recording = self._captured(images, capacity, size, is_smoothed)
+            recording = self._captured(kind, images, capacity)
         except RuntimeError as error:  # torch's and CUDA's own kinds derive from it
             self.is_off = True
-            self.forget()
+            self.recordings.clear()
+            self.pool = None
             LOGGER.warning(
                 f"CUDA graphs are off, training goes on without them: {str(error).splitlines()[0]}. "
                 "--no-cuda-graphs avoids the attempt"
             )
             return None
-        self.recordings[(tuple(images.shape), size, is_smoothed), capacity] = recording
-        self.recording_s += time.perf_counter() - started
+        self.recordings[kind, capacity] = recording
         return recording
 
-    def _captured(self, images: Tensor, capacity: int, size: tuple[int, int] | None, is_smoothed: bool) -> Recording:
+    def _captured(self, kind: Kind, images: Tensor, capacity: int) -> Recording:
+        _, size, is_smoothed = kind
         graph = torch.cuda.CUDAGraph()
         # Buffers of the inputs live outside the pool: they have to survive the other graphs.
         static_images = torch.empty_like(images)
