@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +22,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture
+def new_threads() -> Callable[[], list[str]]:
+    """Return a function that lists the names of the threads started since the test began and still alive.
+
+    A plain count would also see threads of earlier tests that end meanwhile.
+    """
+    before = set(threading.enumerate())
+    return lambda: [thread.name for thread in threading.enumerate() if thread not in before]
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -47,7 +47,9 @@ def test_errors_arrive_behind_what_was_finished(error: BaseException) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 4])
-def test_threads_end_and_generators_close_when_the_consumer_leaves(depth: int) -> None:
+def test_threads_end_and_generators_close_when_the_consumer_leaves(
+    depth: int, new_threads: Callable[[], list[str]]
+) -> None:
     produced, closed = [], []
 
     def endless() -> Iterator[int]:
@@ -58,11 +60,10 @@ def test_threads_end_and_generators_close_when_the_consumer_leaves(depth: int) -
         finally:
             closed.append(threading.current_thread())
 
-    before = threading.active_count()
     with Overlap(depth) as overlap:
         items = overlap.ahead(number for number in overlap.ahead(endless()))
         assert [next(items), next(items)] == [0, 1]
-    assert threading.active_count() == before and len(closed) == 1
+    assert new_threads() == [] and len(closed) == 1
     assert len(produced) <= 2 * depth + 6  # bounded: what waits, and what each link holds
 
 

@@ -42,10 +42,9 @@ class Owner:
 
 
 @pytest.fixture
-def watch_threads() -> Callable[[], int]:
+def watch_threads(new_threads: Callable[[], list[str]]) -> Callable[[], int]:
     """Count the watching threads that came since the test began; loaders of other tests may still live."""
-    before = set(threading.enumerate())
-    return lambda: sum(t.name == "stall watch" for t in threading.enumerate() if t not in before)
+    return lambda: new_threads().count("stall watch")
 
 
 def test_long_waits_are_told_at_growing_distances(said: list[str], watch_threads: Callable[[], int]) -> None:
