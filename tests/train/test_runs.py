@@ -456,7 +456,7 @@ def test_a_best_epoch_is_not_lost_when_writing_fails_halfway(
             raise OSError(28, "No space left on device")
         return copyfile(source, target)
 
-    monkeypatch.setattr("utils.train.trainer.shutil.copyfile", fails_in_epoch_one)
+    monkeypatch.setattr("utils.train.saving.shutil.copyfile", fails_in_epoch_one)
     with pytest.raises(OSError, match="No space"):
         trainer.fit()
     # What last.pt knows of the best fitness never exceeds that of the weights in best.pt.
@@ -481,6 +481,7 @@ def test_with_other_validation_pictures_the_search_for_the_best_begins_anew(
     trainer.fit()
     trainer.best_fitness = 0.99
     trainer.save(True, {})
+    trainer.writer.wait()
     trainer.lock = None
     content = read_yaml(shapes_dataset)
     write_yaml(tmp_path / "other.yaml", {**content, "path": str(shapes_dataset.parent), "val": content["test"]})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import shutil
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.checkpoint import Checkpoint, build_model, load_checkpoint, save_checkpoint, strip_optimizer
+from models.checkpoint import Checkpoint, build_model, load_checkpoint, strip_optimizer
 from models.flops import flops
 from utils.data.prefetch import DevicePrefetcher
 from utils.data.report import say_unread, write_data_report
@@ -24,7 +23,7 @@ from utils.evaluate.record import write_evaluation
 from utils.evaluate.report import write_report
 from utils.evaluate.validator import Validator, ValResult
 from utils.evaluate.warning_file import WarningRecorder
-from utils.files import atomic_write, increment_path, lock_folder, write_yaml
+from utils.files import increment_path, lock_folder, write_yaml
 from utils.log import LOGGER, counted, progress
 from utils.options import Hyp, TrainOptions
 from utils.preflight import apply_alloc_conf, preflight
@@ -36,6 +35,7 @@ from utils.train.gpu_sampler import GpuSampler
 from utils.train.loaders import make_loaders
 from utils.train.monitor import Monitor, MonitorSetup, ResultsTable, TensorBoardWriter, has_room, progress_header
 from utils.train.optim import apply_plan, smart_optimizer
+from utils.train.saving import CheckpointWriter
 from utils.train.schedule import NOMINAL_BATCH, describe_mosaic, has_mosaic, smoothing_at
 from utils.train.setup import (
     amp_dtype,
@@ -165,6 +165,7 @@ class Trainer:
         self.weights_dir = self.save_dir / "weights"
         self.weights_dir.mkdir(parents=True, exist_ok=True)
         self.last, self.best = self.weights_dir / "last.pt", self.weights_dir / "best.pt"
+        self.writer = CheckpointWriter()
         self.has_best = resume is not None and self.best.exists()  # what an older run left here is replaced
         if self.has_best and self.is_other_data:
             set_best_aside(self.best)
@@ -232,6 +233,7 @@ class Trainer:
                 result, is_done = self.end_epoch(record)
                 if is_done:
                     break
+            self.writer.wait()
         except torch.cuda.OutOfMemoryError as error:
             raise MemoryError(memory_advice(self.device, self.batch_size, self.imgsz)) from error
         except KeyboardInterrupt:
@@ -241,6 +243,7 @@ class Trainer:
             self.skipped.warnings.summarise()
             self.monitor.close()
             self.train_loader.close()
+            self.writer.close()
         hours = (time.perf_counter() - started) / 3600
         LOGGER.info(f"\n{counted(self.epoch - self.start_epoch + 1, 'epoch')} completed in {hours:.3f} hours")
         return self.finish() or result
@@ -361,18 +364,14 @@ class Trainer:
         return True
 
     def save(self, is_best: bool, record: dict[str, float]) -> None:
-        """Write best.pt when it is, the periodic checkpoint when it is due, and last.pt.
+        """Have best.pt written when it is, the periodic checkpoint when it is due, and last.pt.
 
-        last.pt comes last: it tells a resumed run which fitness the weights in best.pt have.
+        They may be on their way still when the next epoch begins. last.pt comes last: it tells a resumed run which fitness the weights in best.pt have.
         """
         targets = [self.best] if is_best else []
         if self.options.save_period > 0 and self.epoch % self.options.save_period == 0:
             targets.append(self.weights_dir / f"epoch{self.epoch}.pt")
-        first, *copies = [*targets, self.last]
-        save_checkpoint(first, make_checkpoint(self, record))
-        for copy in copies:
-            with atomic_write(copy) as temporary:
-                shutil.copyfile(first, temporary)
+        self.writer.write(make_checkpoint(self, record), [*targets, self.last])
         self.has_best |= is_best
 
     def finish(self) -> ValResult | None:
@@ -416,8 +415,9 @@ class Trainer:
         return f"The last good checkpoint is {self.last}" if self.last.exists() else "Nothing was saved yet"
 
     def _say_how_to_go_on(self) -> None:
+        self.writer.close()
         if self.last.exists():
-            if self.has_best:
+            if self.has_best and self.best.exists():
                 strip_optimizer(self.best)
             LOGGER.info(f"\nInterrupted. To go on: python train_dual.py --resume {self.last}")
         else:
