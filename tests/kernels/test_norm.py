@@ -13,9 +13,12 @@ from models.activation_checkpointing import UntouchedStatistics
 from utils.kernels import norm
 from utils.kernels.norm import bn_act, bn_add_act
 
-TOLERANCES = {torch.float64: 1e-13, torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-"""Largest difference from the float64 result as a share of its largest value, by type of the maps."""
-PARAMETER_TOLERANCES = {torch.float64: 1e-13, torch.float32: 2e-6, torch.float16: 2e-6, torch.bfloat16: 2e-6}
+TOLERANCES = {torch.float64: 1e-8, torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+"""Largest difference from the float64 result as a share of its largest value, by type of the maps.
+
+That of float64 is wide because eps and momentum reach a compiled program as float32 numbers.
+"""
+PARAMETER_TOLERANCES = {torch.float64: 1e-8, torch.float32: 2e-6, torch.float16: 2e-6, torch.bfloat16: 2e-6}
 """The same for what is summed and held in float32: statistics and gradients of parameters."""
 VARIANTS = ("norm", "identity", "residual", "pair")
 SHAPES = ((2, 3, 5, 7), (1, 17, 2, 2), (2, 32, 14, 15), (1, 80, 6, 5), (3, 144, 4, 1), (37, 8, 1, 1))
