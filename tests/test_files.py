@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import weakref
+from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import pytest
 
 from utils import files
 from utils.files import (
+    append_line,
     atomic_write,
     find_file,
     increment_path,
@@ -92,6 +94,27 @@ def test_errors_that_say_where_are_left_alone(tmp_path: Path) -> None:
         (tmp_path / "absent.txt").read_text()
     with pytest.raises(OSError, match="^no picture$"), atomic_write(tmp_path / "file.txt"):
         raise OSError("no picture")
+
+
+@pytest.fixture
+def small_disk() -> Iterator[None]:
+    """No file may grow beyond 100 bytes: a write stops in the middle, as on a full disk."""
+    resource = pytest.importorskip("resource", reason="this system has no limits of file sizes")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_line_is_added_whole_or_not_at_all(tmp_path: Path, small_disk: None) -> None:
+    path = tmp_path / "table.csv"
+    append_line(path, "é" * 40)
+    with pytest.raises(OSError, match=r"table\.csv could not be written.*MB are free"):
+        append_line(path, "b" * 40)
+    append_line(path, "c" * 10)
+    assert path.read_text(encoding="utf-8") == "é" * 40 + "\n" + "c" * 10 + "\n"
+    with pytest.raises(OSError, match="could not be written"):
+        append_line(tmp_path, "a folder")
 
 
 def test_json_of_values_that_json_has_no_word_for() -> None:

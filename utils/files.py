@@ -143,6 +143,27 @@ def write_text_atomic(path: str | Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
+def append_line(path: str | Path, line: str) -> None:
+    """Add a line to a UTF-8 text file, whole or not at all.
+
+    Raises:
+        OSError: it could not be written; the message names ``path``, which is as it was before.
+    """
+    path, data = Path(path), (line + "\n").encode("utf-8")
+    try:
+        with open(path, "ab", buffering=0) as handle:
+            end = handle.seek(0, os.SEEK_END)
+            try:
+                if handle.write(data) != len(data):  # the rest found no room
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            except OSError:
+                with suppress(OSError):  # a device has no length
+                    handle.truncate(end)
+                raise
+    except OSError as error:
+        raise write_error(path, error) from error
+
+
 def json_text(content: Any) -> str:
     """Return ``content`` as compact JSON that every reader takes; see :func:`plain_data`."""
     return json.dumps(plain_data(content), ensure_ascii=False, separators=(",", ":"), allow_nan=False)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 
+from utils.train import monitor as monitor_module
 from utils.train.gpu_sampler import Sample
 from utils.train.monitor import (
     EXTRA_COLUMNS,
@@ -291,6 +294,32 @@ def test_monitor_table_is_replaced_or_continued(tmp_path: Path) -> None:
     assert read_results(path)["step"] == [10, 20, 25]
     MonitorTable(path)
     assert read_results(path)["step"] == []
+
+
+def test_a_table_of_the_monitor_that_cannot_grow_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    table = MonitorTable(tmp_path / "monitor.csv")
+    table.path.unlink()
+    table.path.mkdir()
+    with caplog.at_level(logging.WARNING), patch.object(monitor_module.LOGGER, "propagate", True):
+        table.append({"step": 1})
+        assert "monitor.csv could not be written" in caplog.text
+        caplog.clear()
+        table.append({"step": 2})
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("rest", ["   7", "\0\0\0", "  nonsense,1"])
+def test_rows_that_were_cut_are_left_out_on_resuming(tmp_path: Path, rest: str) -> None:
+    results, monitor = ResultsTable(tmp_path / "results.csv"), MonitorTable(tmp_path / "monitor.csv")
+    for number in range(3):
+        results.append({"epoch": number})
+        monitor.append({"step": number + 1})
+    for table in (results, monitor):
+        table.path.write_text(table.path.read_text() + rest)
+    ResultsTable(results.path, resume_epoch=3)
+    MonitorTable(monitor.path, resume_step=3)
+    assert read_results(results.path)["epoch"] == [0, 1, 2]
+    assert read_results(monitor.path)["step"] == [1, 2, 3]
 
 
 def test_older_tables_with_fewer_columns_are_read(tmp_path: Path) -> None:

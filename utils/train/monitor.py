@@ -11,6 +11,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from utils.files import append_line, write_text_atomic
 from utils.log import LOGGER
 from utils.train.gpu_sampler import GpuSampler, summarise, utilisation_map
 from utils.train.health import HealthCheck, HealthyRanges
@@ -222,15 +224,20 @@ class MonitorTable:
 
     def __init__(self, path: Path, resume_step: int = 0) -> None:
         self.path = path
-        rows = path.read_text(encoding="utf-8").splitlines()[1:] if resume_step and path.exists() else []
-        kept = [row for row in rows if row.strip() and float(row.split(",")[0]) <= resume_step]
-        path.write_text("\n".join([",".join(MONITOR_COLUMNS), *kept]) + "\n", encoding="utf-8")
+        self.is_writable = True
+        kept = rows_up_to(path, resume_step) if resume_step and path.exists() else []
+        write_text_atomic(path, "\n".join([",".join(MONITOR_COLUMNS), *kept]) + "\n")
 
     def append(self, values: Mapping[str, float]) -> None:
-        """Add a row."""
+        """Add a row. Where that fails, a warning says so and the table ends; training has no need of it."""
+        if not self.is_writable:
+            return
         cells = (values.get(name, math.nan) for name in MONITOR_COLUMNS)
-        with open(self.path, "a", encoding="utf-8") as handle:
-            handle.write(",".join("" if math.isnan(cell) else f"{cell:.6g}" for cell in cells) + "\n")
+        try:
+            append_line(self.path, ",".join("" if math.isnan(cell) else f"{cell:.6g}" for cell in cells))
+        except OSError as error:
+            self.is_writable = False
+            LOGGER.warning(f"training goes on without further rows of this table: {error}")
 
 
 class ResultsTable:
@@ -242,19 +249,22 @@ class ResultsTable:
     def __init__(self, path: Path, resume_epoch: int = 0) -> None:
         self.path = path
         self.columns = (*RESULT_COLUMNS, *EXTRA_COLUMNS, *SIZE_COLUMNS)
-        rows = self._rows_before(resume_epoch) if resume_epoch and path.exists() else []
-        lines = [",".join(f"{name:>20s}" for name in self.columns), *rows]
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-    def _rows_before(self, epoch: int) -> list[str]:
-        lines = self.path.read_text(encoding="utf-8").splitlines()[1:]
-        return [line for line in lines if line.strip() and int(float(line.split(",")[0])) < epoch]
+        rows = rows_up_to(path, resume_epoch - 1) if resume_epoch and path.exists() else []
+        write_text_atomic(path, "\n".join([",".join(f"{name:>20s}" for name in self.columns), *rows]) + "\n")
 
     def append(self, values: Mapping[str, float]) -> None:
         """Add a row; columns without a value hold 0, figures that are not known ``nan``."""
-        cells = [f"{values.get(name, 0.0):>20.5g}" for name in self.columns]
-        with open(self.path, "a", encoding="utf-8") as handle:
-            handle.write(",".join(cells) + "\n")
+        append_line(self.path, ",".join(f"{values.get(name, 0.0):>20.5g}" for name in self.columns))
+
+
+def rows_up_to(path: Path, last: float) -> list[str]:
+    """Read the rows below the head of a table whose first cell is at most ``last``; lines without a number are left."""
+    kept = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines()[1:]:
+        with suppress(ValueError):  # a line that was cut when the machine lost power
+            if float(line.split(",")[0]) <= last:
+                kept.append(line)
+    return kept
 
 
 def read_results(path: str | Path) -> dict[str, list[float]]:

@@ -366,7 +366,8 @@ class Trainer:
     def save(self, is_best: bool, record: dict[str, float]) -> None:
         """Have best.pt written when it is, the periodic checkpoint when it is due, and last.pt.
 
-        They may be on their way still when the next epoch begins. last.pt comes last: it tells a resumed run which fitness the weights in best.pt have.
+        They may be on their way still when the next epoch begins. last.pt comes last: it tells a
+        resumed run which fitness the weights in best.pt have.
         """
         targets = [self.best] if is_best else []
         if self.options.save_period > 0 and self.epoch % self.options.save_period == 0:
