@@ -2,6 +2,7 @@
 
     python -m bench.train_step --cfg yolov9-s.yaml --batch 64 --img 640 --record
     python -m bench.train_step --ways torch kernels+graphs --profile
+    python -m bench.train_step --ways kernels+graphs --grad-checkpoint 0 2 3 4 6
 
 Ways: `torch` = torch's kernels, one call after the other; `kernels` = with the kernels of this repository; `+graphs` =
 the same recorded as a CUDA graph (training does `kernels+graphs`). Times are means over --steps steps between two
@@ -12,6 +13,7 @@ where the device's time goes, `--profile-loss` the same for the loss alone.
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from collections import defaultdict
 from dataclasses import dataclass
@@ -187,7 +189,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--objects", type=int, default=20, help="boxes per picture")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="fp16")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--grad-checkpoint", type=int, default=0)
+    parser.add_argument("--grad-checkpoint", type=int, nargs="+", default=[0], help="parts; 0 = none; one or more")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--device", default="")
@@ -206,16 +208,24 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit("bench.train_step measures CUDA devices; none was found")
     if arguments.cudnn_limit is not None:
         torch.backends.cudnn.benchmark_limit = arguments.cudnn_limit
-    for cfg in arguments.cfg:
-        for batch in arguments.batch:
-            case = argparse.Namespace(**{**vars(arguments), "cfg": cfg, "batch": batch})
-            if case.profile_loss:
-                profile_loss(case, device)
-                continue
-            summary = [describe(case, way, measure(case, way, device), device) for way in case.ways]
-            if case.record:
-                text = f"{torch.cuda.get_device_name(device)}, {Path(cfg).stem}, batch {batch}: " + "; ".join(summary)
-                print(append_record(text, case.runs))
+    for cfg, batch, parts in itertools.product(arguments.cfg, arguments.batch, arguments.grad_checkpoint):
+        case = argparse.Namespace(**{**vars(arguments), "cfg": cfg, "batch": batch, "grad_checkpoint": parts})
+        if case.profile_loss:
+            profile_loss(case, device)
+            continue
+        summary = [describe(case, way, measure(case, way, device), device) for way in case.ways]
+        if case.record:
+            name = torch.cuda.get_device_name(device)
+            text = f"{name}, {Path(cfg).stem}, batch {batch}{case_suffix(case)}: " + "; ".join(summary)
+            print(append_record(text, case.runs))
+
+
+def case_suffix(case: argparse.Namespace) -> str:
+    """What is unusual about a case."""
+    words = [f"{case.img} px"] if case.img != 640 else []
+    words += [case.dtype] if case.dtype != "fp16" else []
+    words += [f"checkpointing in {case.grad_checkpoint} parts"] if case.grad_checkpoint else []
+    return "".join(f", {word}" for word in words)
 
 
 def describe(case: argparse.Namespace, way: str, figures: Figures, device: torch.device) -> str:
@@ -229,7 +239,7 @@ def describe(case: argparse.Namespace, way: str, figures: Figures, device: torch
         f"peak {figures.peak_gib:.1f} GiB, first 4 steps {figures.first_s:.1f} s"
     )
     losses = ", ".join(f"{loss:.4f}" for loss in figures.losses)
-    print(f"{case.cfg} batch {case.batch} {text}, losses {losses}", flush=True)
+    print(f"{case.cfg} batch {case.batch}{case_suffix(case)} {text}, losses {losses}", flush=True)
     return text
 
 
