@@ -11,6 +11,7 @@ import pytest
 from tests.reference.tiny import TINY_DUAL
 from utils.files import write_yaml
 from utils.options import TrainOptions
+from utils.train.trainer import Trainer
 
 
 @pytest.fixture
@@ -34,3 +35,24 @@ def make_options(tmp_path: Path, shapes_dataset: Path) -> Callable[..., TrainOpt
         return TrainOptions(**{**values, **changes})
 
     return make
+
+
+@pytest.fixture
+def interrupt_before(monkeypatch: pytest.MonkeyPatch) -> Callable[[TrainOptions, int], Path]:
+    """Return a function that runs a training until Ctrl+C comes before an epoch, and returns its last.pt."""
+
+    def run(options: TrainOptions, stop_epoch: int) -> Path:
+        begin_epoch = Trainer.begin_epoch
+
+        def begin_or_stop(self: Trainer, epoch: int) -> None:
+            if epoch == stop_epoch:
+                raise KeyboardInterrupt
+            begin_epoch(self, epoch)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Trainer, "begin_epoch", begin_or_stop)
+            with pytest.raises(KeyboardInterrupt):
+                Trainer(options).fit()
+        return Path(options.project) / options.name / "weights" / "last.pt"
+
+    return run

@@ -27,7 +27,6 @@ from utils.train.monitor import (
     progress_header,
     progress_line,
     read_results,
-    timed,
 )
 from utils.train.readings import MACHINE_COLUMNS, SIZE_COLUMNS, DeviceSums
 
@@ -214,21 +213,6 @@ def test_monitor_without_a_card_knows_what_it_does_not_know(tmp_path: Path) -> N
     assert cells[MONITOR_COLUMNS.index("gpu/utilisation")] == ""
     empty = run_epoch(monitor, clock, epoch=1, batches=0)
     assert math.isnan(empty["train/box_loss"])
-
-
-def test_waiting_is_measured_around_the_loader_only() -> None:
-    clock = Clock()
-
-    def batches():
-        for number in range(3):
-            clock.now += 2.0
-            yield number
-
-    seen = []
-    for batch, wait_s in timed(batches(), clock):
-        clock.now += 5.0
-        seen.append((batch, wait_s))
-    assert seen == [(0, 2.0), (1, 2.0), (2, 2.0)]
 
 
 def test_norm_per_image_counts_the_images_of_the_steps(tmp_path: Path) -> None:

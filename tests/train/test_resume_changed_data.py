@@ -15,27 +15,15 @@ from utils.train.monitor import read_results
 from utils.train.trainer import Trainer
 
 
-def stop_after_first_epoch(options: TrainOptions, monkeypatch: pytest.MonkeyPatch) -> Path:
-    begin_epoch = Trainer.begin_epoch
-
-    def stop(self: Trainer, epoch: int) -> None:
-        if epoch == 1:
-            raise KeyboardInterrupt
-        begin_epoch(self, epoch)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "begin_epoch", stop)
-        with pytest.raises(KeyboardInterrupt):
-            Trainer(options).fit()
-    return Path(options.project) / options.name / "weights" / "last.pt"
-
-
 @pytest.mark.parametrize("change", ["fewer", "more"])
 def test_resuming_with_other_pictures(
-    make_options: Callable[..., TrainOptions], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, change: str
+    make_options: Callable[..., TrainOptions],
+    interrupt_before: Callable[[TrainOptions, int], Path],
+    tmp_path: Path,
+    change: str,
 ) -> None:
     data = make_shapes(tmp_path / "set", {"train": 16, "val": 4}, size=64, seed=0, num_classes=3)
-    last = stop_after_first_epoch(make_options(data=str(data), epochs=3, batch_size=4), monkeypatch)
+    last = interrupt_before(make_options(data=str(data), epochs=3, batch_size=4), 1)
     images = tmp_path / "set" / "images" / "train"
     for number, path in enumerate(sorted(images.iterdir())):
         if change == "fewer" and number % 2:

@@ -75,24 +75,13 @@ def test_checkpoints_are_tensors_and_plain_data(make_options: MakeOptions) -> No
 
 
 def test_an_interrupted_and_resumed_run_equals_one_at_a_stretch(
-    make_options: MakeOptions, monkeypatch: pytest.MonkeyPatch
+    make_options: MakeOptions, interrupt_before: Callable[[TrainOptions, int], Path]
 ) -> None:
     whole = make_options(epochs=4, name="whole", close_mosaic=1, mosaic=0.5, save_period=1)
     Trainer(whole).fit()
 
     broken = make_options(epochs=4, name="broken", close_mosaic=1, mosaic=0.5, save_period=1)
-    begin_epoch = Trainer.begin_epoch
-
-    def stop_before_epoch_two(self: Trainer, epoch: int) -> None:
-        if epoch == 2:
-            raise KeyboardInterrupt
-        begin_epoch(self, epoch)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "begin_epoch", stop_before_epoch_two)
-        with pytest.raises(KeyboardInterrupt):
-            Trainer(broken).fit()
-    last = run_folder(broken) / "weights" / "last.pt"
+    last = interrupt_before(broken, 2)
     assert load_checkpoint(last).epoch == 1
     Trainer(TrainOptions(resume=str(last))).fit()
 

@@ -10,11 +10,11 @@ import csv
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,7 +42,6 @@ COLUMN, SHORT_COLUMN = 11, 8  # characters; the first is upstream's
 BAR_WIDTH = 28  # of the bar with its counter and times, behind the columns
 HEAT_MAP_EPOCHS = 100  # the last ones: enough to see a trend, small enough for a browser
 GB = 1e9
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,18 +320,6 @@ class TensorBoardWriter:
         except Exception as error:  # a full disk or a missing package must not end a run
             LOGGER.warning(f"TensorBoard is off from here: {type(error).__name__}: {error}")
             self.writer = None
-
-
-def timed(batches: Iterable[Item], clock: Callable[[], float] = time.perf_counter) -> Iterator[tuple[Item, float]]:
-    """Yield each item of ``batches`` with the seconds it had to be waited for."""
-    source = iter(batches)
-    while True:
-        start = clock()
-        try:
-            item = next(source)
-        except StopIteration:
-            return
-        yield item, clock() - start
 
 
 def has_room(columns: int | None = None) -> bool:
