@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
@@ -15,6 +19,8 @@ from utils.train import batch_pass
 from utils.train.batch_pass import (
     BatchPass,
     CapturedPass,
+    Kind,
+    Recording,
     WorkingWeights,
     align_gradients,
     prepare_images,
@@ -144,6 +150,95 @@ def clear_gradients(model: nn.Module) -> None:
     for weight in model.parameters():
         if weight.grad is not None:
             weight.grad.zero_()
+
+
+class StandIn(CapturedPass):
+    """Recordings without CUDA: nothing is changed while one is made, and replaying computes it once more."""
+
+    def _captured(self, kind: Kind, images: Tensor, capacity: int) -> Recording:
+        recording = super()._captured(kind, images, capacity)
+        _, size, is_smoothed = kind
+
+        def replay() -> None:
+            with self.working:
+                smoothing = self.smoothing if is_smoothed else 0.0
+                items = BatchPass.__call__(self, recording.images, recording.targets, size=size, smoothing=smoothing)
+                recording.items.copy_(items)
+
+        recording.graph.replay = replay
+        return recording
+
+
+@pytest.fixture
+def without_cuda(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    """A pass whose calls of torch.cuda lead nowhere."""
+    stand_in = make_pass(StandIn)
+
+    @contextlib.contextmanager
+    def graph(*_: object, **__: object) -> Iterator[None]:
+        before = {key: tensor.clone() for key, tensor in stand_in.model.state_dict().items()}
+        gradients_before = [
+            (weight.grad, weight.grad.clone()) for weight in stand_in.model.parameters() if weight.requires_grad
+        ]
+        yield
+        stand_in.model.load_state_dict(before)
+        for gradient, values in gradients_before:
+            gradient.copy_(values)
+
+    for name, value in {
+        "graph": graph,
+        "CUDAGraph": SimpleNamespace,
+        "graph_pool_handle": object,
+        "synchronize": lambda device: None,
+        "empty_cache": lambda: None,
+    }.items():
+        monkeypatch.setattr(batch_pass.torch.cuda, name, value)
+    return stand_in
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_batches_find_the_recording_of_their_kind(without_cuda: StandIn, smoothing: float) -> None:
+    plain, recorded = make_pass(BatchPass), without_cuda
+    seen = []
+    # Rows of targets and the wanted size of each batch.
+    for seed, (rows, size) in enumerate([(3, None), (0, None), (700, None), (5, None), (4, (96, 96)), (9, (96, 96))]):
+        images, targets = random_batch(seed, rows)
+        results = [each(images, targets, size=size, smoothing=smoothing).clone() for each in (plain, recorded)]
+        torch.testing.assert_close(*results)
+        seen.append(len(recorded.recordings))
+        for a, b in zip(gradients(plain.model), gradients(recorded.model), strict=True):
+            torch.testing.assert_close(a, b)
+    assert seen == [0, 1, 2, 2, 2, 3]  # the first of a size runs the plain way
+    recorded(*random_batch(9, 300), smoothing=smoothing)
+    assert len(recorded.recordings) == 4  # room for 256 is too little, and for 700 far too much
+    for _ in range(2):
+        recorded(*random_batch(9), smoothing=0.0 if smoothing else 0.1)
+    assert len(recorded.recordings) == 5  # smoothed labels are another kind than plain ones
+
+
+def test_recordings_are_bounded(without_cuda: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_pass, "MAX_GRAPHS", 2)
+    plain = make_pass(BatchPass)
+    for seed, side in enumerate((32, 32, 64, 64, 96, 96, 96, 32)):
+        images, targets = random_batch(seed, size=side)
+        torch.testing.assert_close(without_cuda(images, targets), plain(images, targets))
+    assert [kind[0][-1] for kind, _ in without_cuda.recordings] == [32, 64]
+
+
+def test_a_recording_that_fails_ends_recording(
+    without_cuda: StandIn, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore lines")
+
+    plain = make_pass(BatchPass)
+    monkeypatch.setattr(batch_pass.torch.cuda, "graph", fail)
+    monkeypatch.setattr(batch_pass.LOGGER, "propagate", True)
+    for seed in range(4):
+        images, targets = random_batch(seed)
+        torch.testing.assert_close(without_cuda(images, targets), plain(images, targets))
+    assert without_cuda.is_off and not without_cuda.recordings
+    assert "not permitted when stream is capturing. --no-cuda-graphs" in caplog.text
 
 
 @pytest.mark.gpu
