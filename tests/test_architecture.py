@@ -36,12 +36,15 @@ REEXPORTS = {
 
 # Imports point downwards or stay on a level; the first pattern that fits a module gives its level.
 LEVELS = (
-    (r"utils\.(log|files|runtime|boxes|anchors|threads|kernels(\.\w+)*)|models\.upstream", 0),
+    (r"utils\.(log|files|yaml_keys|runtime|boxes|anchors|threads|kernels(\.\w+)*)|models\.upstream", 0),
     (r"(models|utils)(\.\w+)?\.__init__", 0),
     (r"models\.(blocks|stages)|utils\.(nms|slicing|cli|preflight|options(\.\w+)?)", 1),
     (r"models\.heads|utils\.data\..*", 2),
     (r"models\.(backend|runners)|utils\.evaluate\.validator|utils\.train\.monitor", 5),
-    (r"utils\.train\.(trainer|profiling|setup|state|loaders|autobatch)|utils\.evaluate\.tasks|utils\.deploy\..*", 6),
+    (
+        r"utils\.train\.(trainer|profiling|setup|state|saving|loaders|autobatch)|utils\.evaluate\.tasks|utils\.deploy\..*",
+        6,
+    ),
     (r"models\.(checkpoint|safe_reader|published|transfer|upstream_file)", 4),
     (r"models\..*|utils\.train\..*|utils\.evaluate\..*", 3),
     (r"\w+|scripts\..*|bench\..*", 7),

@@ -170,3 +170,10 @@ def test_yaml_tags_are_not_executed(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="evil.yaml"):
         read_yaml(path)
     assert not (tmp_path / "owned").exists()
+
+
+def test_yaml_keys_that_stand_twice_are_refused_with_both_lines(tmp_path: Path) -> None:
+    path = tmp_path / "hyp.yaml"
+    path.write_text("lr0: 0.01\nlrf: 0.1\nlr0: 0.02\n")
+    with pytest.raises(ValueError, match=r"hyp\.yaml: the key 'lr0' stands on line 1 and again on line 3"):
+        read_yaml(path)

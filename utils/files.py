@@ -18,6 +18,8 @@ from typing import Any, TextIO
 
 import yaml
 
+from utils.yaml_keys import refuse_repeated_keys
+
 try:
     import fcntl
 except ImportError:  # not on Windows
@@ -221,7 +223,9 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     """
     path = Path(path)
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+        text = path.read_text(encoding="utf-8-sig")
+        refuse_repeated_keys(text, path)
+        content = yaml.safe_load(text)
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8"

@@ -332,3 +332,18 @@ def test_all_files_broken_is_an_error(images: Path, monkeypatch: pytest.MonkeyPa
         for index in range(6):
             data[index]
     assert len(attempts) == 6  # a known bad file is not tried again
+
+
+def test_pictures_that_vanish_in_great_numbers_are_counted_not_listed(tmp_path: Path, messages: list[str]) -> None:
+    images = write_set(tmp_path, {f"{i:03d}.png": (paint(16, 16, []), None) for i in range(130)})
+    data = LoadImagesAndLabels(images, 32, prefix="val: ")
+    for path in sorted(images.iterdir())[:120]:
+        path.unlink()
+    messages.clear()
+    for index in range(len(data)):
+        data[index]
+    told = [message for message in messages if "cannot be read, replaced" in message]
+    assert len(told) == 21  # the first twenty, and the hundredth
+    assert "No such file" in told[0] and "Errno" not in told[0]
+    assert told[-1].startswith(f"val: {images / '099.png'}") and "100 of 130" in told[-1]
+    assert len(data.broken_files()) == 120

@@ -376,3 +376,32 @@ def test_a_run_that_still_reads_keeps_its_pictures(pictures: Pictures) -> None:
     del cache, other
     assert_right(pictures, pictures.fill())
     assert stored_bytes(pictures) == needed_bytes(pictures)
+
+
+@pytest.mark.parametrize("left", [0, 1, 0.5, 1.0])
+@pytest.mark.parametrize("is_mapped", [True, False])
+def test_a_shard_that_is_cut_while_it_is_used_is_no_crash(
+    pictures: Pictures, left: float, is_mapped: bool, messages: list[str]
+) -> None:
+    data = LoadImagesAndLabels(pictures.images, 640, cache="disk", cache_dir=pictures.folder)
+    plain = LoadImagesAndLabels(pictures.images, 640)
+    path = next(pictures.folder.rglob(f"*{PIXELS}"))
+    size = path.stat().st_size
+    if is_mapped:
+        data[0]
+    assert data.cut_files() == []
+    os.truncate(path, int(size * left) if left != 1.0 else size - 1)  # several pages are gone, or one byte
+    messages.clear()
+    for _ in range(2):
+        for i in range(4):
+            assert torch.equal(data[i][0], plain[i][0])
+    (cut,) = data.cut_files()
+    assert (cut.path, cut.needed, cut.option) == (path, size, "--cache disk")
+    assert len([text for text in messages if "do not have their checksum" in text]) == 1
+
+
+def test_a_shard_that_is_gone_while_it_is_used_is_named(pictures: Pictures) -> None:
+    data = LoadImagesAndLabels(pictures.images, 64, cache="disk", cache_dir=pictures.folder)
+    next(pictures.folder.rglob(f"*{PIXELS}")).unlink()
+    assert data[0][0].shape == (3, 64, 64)
+    assert [cut.size for cut in data.cut_files()] == [0]

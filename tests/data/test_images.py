@@ -142,7 +142,7 @@ def test_damaged_png(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("data", "words"),
-    [(b"", "0 bytes"), (b"just text", "no picture"), (b"<html></html>", "no picture"), (b"BM broken", "damaged BMP")],
+    [(b"", "0 bytes"), (b"just text", "no picture"), (b"<html></html>", "web page"), (b"BM broken", "damaged BMP")],
 )
 def test_other_files_are_named(tmp_path: Path, data: bytes, words: str) -> None:
     path = save(tmp_path, "x.jpg", data)
@@ -150,6 +150,30 @@ def test_other_files_are_named(tmp_path: Path, data: bytes, words: str) -> None:
         with pytest.raises(ImageError, match=words) as caught:
             read(path)
         assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("head", "words"),
+    [
+        (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", "HEIC .*convert it"),
+        (b"\0\0\0\x20ftypavif\0\0\0\0", "AVIF"),
+        (b"\0\0\0\x20ftypisom\0\0\2\0", "video"),
+        (b"\0\0\0\x0cjP  \r\n\x87\n", "JPEG 2000"),
+        (b"\0\0\0\x0cJXL \r\n\x87\n", "JPEG XL"),
+        (b"GIF89a", "GIF"),
+        (b"%PDF-1.7\n", "PDF"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:", "git lfs pull"),
+        (b"<!DOCTYPE html><html>", "web page"),
+        (b"<html><body>404", "web page"),
+        (b"PK\3\4\x14\0", "archive"),
+        (b"\x93NUMPY\1\0", "NumPy"),
+    ],
+)
+def test_what_lies_under_the_name_of_a_picture_is_told(tmp_path: Path, head: bytes, words: str) -> None:
+    path = save(tmp_path, "a.jpg", head + bytes(300))
+    for read in (check_image, imread_bgr):
+        with pytest.raises(ImageError, match=words):
+            read(path)
 
 
 def test_small_pictures_are_left_out_of_training(tmp_path: Path) -> None:

@@ -92,7 +92,55 @@ def test_bad_row_costs_only_itself(row: str, reason: str) -> None:
     assert label.lines.tolist() == [1, 4]
     assert label.refused == 1
     assert label.problems[0].line == 3
-    assert reason in label.problems[0].text
+    assert reason in label.problems[-1].text
+
+
+@pytest.mark.parametrize(
+    ("row", "found"),
+    [
+        ("[0, 0.5, 0.5, 0.2, 0.2]", "brackets"),
+        ("[0 0.5 0.5 0.2 0.2]", "brackets"),
+        ("0 (0.5 0.5) (0.2 0.2)", "brackets"),
+        ("{0 .5 .5 .2 .2}", "brackets"),
+        ("0 .5 .5 .2 .2]", "brackets"),
+        ("0;0.5;0.5;0.2;0.2", "semicolons"),
+        ("0; 0.5; 0.5; 0.2; 0.2", "semicolons"),
+        ("0;0,5;0,5;0,2;0,2", "semicolons"),
+        ("0 .5 .5 .2 .2;", "semicolons"),
+        ("0: .5 .5 .2 .2", "colons"),
+        ("'0' .5 .5 .2 .2", "quotation marks"),
+        ('"0",".5",".5",".2",".2"', "quotation marks"),
+        ("0 50% 50% 20% 20%", "percent signs"),
+        ("0|.5|.5|.2|.2", "bars"),
+        ("0 .5 .5 .2 .2,", "a comma at the end"),
+        ("0, .5, .5, .2, .2,", "a comma at the end"),
+        ("0,0.5,0.5,0.2,0.2,", "a comma at the end"),
+        ("0 0,5 0,5 0,2 0,2,", "a comma at the end"),
+        ("0 0,5 .5 0,2 .4", "commas and points"),
+        ("0,0,5,0,5,0,2,0,2", "commas"),  # nine columns, or five with decimal commas
+        ("0,,0.5,0.5,0.2", "commas"),
+        (",0.5,0.5,0.2,0.2", "commas"),
+        ("0 0,5", "2 columns"),
+        ("cat .5 .5 .2 .2", "'cat' is not a number"),
+        ("0 .5 .5 .2 wide", "'wide' is not a number"),
+        ("0.5", "1 column"),
+    ],
+)
+def test_a_refused_row_tells_what_was_found_and_what_was_expected(row: str, found: str) -> None:
+    label = parse_label_text(f"{GOOD}\n{row}\n")
+    assert label.refused == 1
+    assert found in label.problems[-1].text
+    assert "expected" in label.problems[-1].text
+    assert "separated by spaces" in label.problems[-1].text
+    assert "0 0.5 0.5 0.2 0.4" in label.problems[-1].text
+    assert len(label.problems[-1].text) < 250
+    assert label.problems[-1].kind
+
+
+def test_a_class_given_by_name_is_told_from_other_words() -> None:
+    text = parse_label_text("traffic_light .5 .5 .2 .2\n").problems[0].text
+    assert "'traffic_light' is not a number" in text
+    assert "class number" in text
 
 
 def test_only_bad_rows_leave_the_picture_out() -> None:
@@ -149,7 +197,7 @@ def test_remarks_are_made_once() -> None:
     label = parse_label_text("0 .5 .5 .2 .2 .9\n1 .5 .5 .2 .2 .8\n")
     assert len(label.boxes) == 2
     assert len(label.problems) == 1
-    assert "6 columns" in label.problems[0].text
+    assert "6 columns" in label.problems[-1].text
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be"])

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from utils.data.filesystem import plain_path
+from utils.data.labels import label_paths
 from utils.data.listing import list_images
 
 
@@ -77,3 +79,66 @@ def test_errors_name_the_place(tmp_path: Path) -> None:
         list_images(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"no pictures in .*\.jpg"):
         list_images(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------ '..' behind links
+
+
+def linked_set(root: Path) -> Path:
+    """A data set of which `link` leads into another disk's folder, and what lies where '..' could lead to."""
+    touch(
+        root, "disk/images/part/p.jpg", "disk/images/x.jpg", "disk/labels/x.txt", "set/images/x.jpg", "set/images/y.jpg"
+    )
+    (root / "set" / "images" / "link").symlink_to(root / "disk" / "images" / "part", target_is_directory=True)
+    (root / "set" / "up").symlink_to("images/link", target_is_directory=True)  # a link to a link
+    (root / "set" / "gone").symlink_to(root / "nowhere", target_is_directory=True)
+    return root / "set"
+
+
+@pytest.mark.parametrize(
+    ("entry", "wanted"),
+    [
+        ("images/link/../x.jpg", "disk/images/x.jpg"),
+        ("./images/link/../x.jpg", "disk/images/x.jpg"),
+        ("up/../x.jpg", "disk/images/x.jpg"),
+        ("images/link/../part/p.jpg", "disk/images/part/p.jpg"),
+        ("images/link/../../images/x.jpg", "disk/images/x.jpg"),
+        ("images/link/p.jpg", "set/images/link/p.jpg"),  # a link without '..' keeps the name it was given
+        ("../set/images/link/p.jpg", "set/images/link/p.jpg"),
+        ("images/../images/y.jpg", "set/images/y.jpg"),
+        ("missing/../images/y.jpg", "set/images/y.jpg"),
+        (".//images/./y.jpg", "set/images/y.jpg"),
+    ],
+)
+def test_two_dots_lead_where_the_system_leads(
+    tmp_path: Path, entry: str, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, expected = linked_set(tmp_path), str(tmp_path / wanted)
+    (folder / "list.txt").write_text(entry + "\n", encoding="utf-8")
+    assert list_images(folder / "list.txt").files == [expected]
+    assert list_images(f"{folder}/up/../../../set/list.txt").files == [expected]  # up/.. is disk/images
+    assert list_images(f"{folder}/{entry}").files == [expected]
+    monkeypatch.chdir(folder)
+    assert list_images(entry).files == [expected]
+    if "missing" not in entry:
+        assert os.path.samefile(expected, f"{folder}/{entry}")
+
+
+def test_folders_behind_links_and_two_dots_keep_their_labels(tmp_path: Path) -> None:
+    folder = linked_set(tmp_path)
+    assert list_images(f"{folder}/images/link/..").files == [
+        str(tmp_path / name) for name in ("disk/images/part/p.jpg", "disk/images/x.jpg")
+    ]
+    (folder / "list.txt").write_text("images/link/../x.jpg\nimages/link/p.jpg\n", encoding="utf-8")
+    found = label_paths(list_images(folder / "list.txt").files)
+    assert found == [str(tmp_path / name) for name in ("disk/labels/x.txt", "set/labels/link/p.txt")]
+
+
+def test_plain_paths_of_odd_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = linked_set(tmp_path)
+    monkeypatch.chdir(folder)
+    assert plain_path("gone/../x.jpg") == str(tmp_path / "x.jpg")  # a dead link leads beside what it names
+    assert plain_path("/../../x.jpg") == "/x.jpg"
+    assert plain_path("") == plain_path(".") == str(folder)
+    (folder / "loop").symlink_to("loop")
+    assert plain_path("loop/../y.jpg") == str(folder / "y.jpg")

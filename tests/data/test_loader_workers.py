@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import re
 import signal
@@ -15,6 +16,7 @@ import pytest
 
 from tests.data.loader_kit import Probe, loader_of, probe_loader
 from utils.data.batching import Failure
+from utils.data.cache_folder import CutFile
 from utils.data.dataset import Sample, SampleKey
 from utils.data.loader import EpochLoader
 from utils.data.sampling import BatchStream
@@ -156,6 +158,38 @@ def test_death_messages_fit_the_cause() -> None:
     assert "SIGSEGV" in death_message(5, -signal.SIGSEGV, 8)
     assert "exit code 3" in death_message(5, 3, 8)
     assert "free" in death_message(5, -9, 8, [os.getpid()])
+
+
+class Cut(Probe):
+    """Reads a mapped file that has become shorter, in the worker, as prepared pictures may do."""
+
+    def __init__(self, path: Path, is_cut: bool) -> None:
+        super().__init__()
+        self.path, self.is_cut = path, is_cut
+        path.write_bytes(bytes(1 << 16))
+
+    def cut_files(self) -> list[CutFile]:
+        return [CutFile(self.path, 0, 1 << 16, "--mosaic-cache")] if self.is_cut else []
+
+    def __getitem__(self, key: SampleKey) -> Sample:
+        with open(self.path, "rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        os.truncate(self.path, 0)
+        return super().__getitem__(key)[: mapped[1 << 15]]
+
+
+@needs_kill
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_a_bus_error_is_explained_by_what_is_there(tmp_path: Path, is_cut: bool) -> None:
+    loader = EpochLoader(Cut(tmp_path / "7.mosaics", is_cut), BatchStream(16, 2), workers=1)
+    with pytest.raises(LoaderError, match="bus error") as caught:
+        next(iter(loader))
+    loader.close()
+    text = str(caught.value)
+    assert ("7.mosaics" in text, "--shm-size" in text) == (is_cut, not is_cut)
+    if is_cut:
+        assert "0 KB instead of 64 KB" in text
+        assert f"delete {tmp_path}" in text and "--mosaic-cache" in text
 
 
 # ------------------------------------------------------------------------------------------------ failing workers

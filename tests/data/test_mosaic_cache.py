@@ -197,3 +197,118 @@ def test_broken_picture_becomes_another_with_its_labels(images: Path, make: Make
     rows = np.concatenate([sample[1].numpy() for epoch in range(4) for sample in samples(data, epoch)])
     assert len(rows) > 10
     assert [Path(path).name for path in data.broken_files()] == ["0.png"]
+
+
+# ------------------------------------------------------------------------------------------------ damaged files
+
+SLOT = 128 * 128 * 3  # bytes of a mosaic's pixels
+
+
+def spoil(path: Path, change: Callable[[bytearray], object]) -> None:
+    """Change a file in place, so that those who have it open see it."""
+    content = bytearray(path.read_bytes())
+    change(content)
+    with open(path, "r+b") as file:
+        file.write(content)
+        file.truncate(len(content))
+
+
+def flip(at: int) -> Callable[[bytearray], object]:
+    return lambda content: content.__setitem__(at, content[at] ^ 1)
+
+
+def pick(folder: Path) -> Path:
+    return sorted(folder.rglob(f"*{SUFFIX}"))[-1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(flip(at) for at in (0, 1, 4092, 4094, SLOT // 2 + 1, SLOT - 1, 2 * SLOT + 77)),  # any single byte
+        flip(COUNT * SLOT + 8),  # the centre in a header
+        flip(COUNT * SLOT + 8 * 3),  # the index of a picture: wrong labels
+        lambda content: content.__setitem__(slice(100, 200), bytes(100)),
+        lambda content: content.__setitem__(COUNT * SLOT, 7),  # neither made nor not made
+        lambda content: content.__delitem__(slice(len(content) // 2, None)),
+        lambda content: content.__delitem__(slice(len(content) - 8, None)),
+        lambda content: content.clear(),
+    ],
+)
+@pytest.mark.parametrize("state", ["new", "opened"])
+def test_a_damaged_mosaic_is_made_anew(make: Make, tmp_path: Path, change: Callable, state: str) -> None:
+    data = make()
+    expected = samples(data, 0) + samples(data, 1)
+    sound = pick(tmp_path).read_bytes()
+    data = make()
+    if state == "opened":
+        data._mosaics._enter(0)
+    spoil(pick(tmp_path), change)
+    assert_equal(samples(data, 0) + samples(data, 1), expected)
+    assert pick(tmp_path).read_bytes() == sound
+
+
+def test_a_file_that_is_cut_while_it_is_used_is_no_crash(make: Make, tmp_path: Path) -> None:
+    data = make()
+    expected = samples(data, 0)
+    sound = pick(tmp_path).read_bytes()
+    for left in (0, 1, SLOT, COUNT * SLOT, len(sound) - 8, len(sound) - 1):
+        os.truncate(pick(tmp_path), left)
+        assert_equal(samples(data, 0), expected)
+        assert pick(tmp_path).read_bytes() == sound
+
+
+def test_damage_is_told_once_with_the_file(make: Make, tmp_path: Path, messages: list[str]) -> None:
+    samples(make(), 0)
+    spoil(pick(tmp_path), lambda content: content.__setitem__(slice(0, COUNT * SLOT), bytes(COUNT * SLOT)))
+    messages.clear()
+    data = make(prefix="train: ")
+    samples(data, 0)
+    samples(data, 1)
+    told = [message for message in messages if "checksum" in message]
+    assert len(told) == 1
+    assert told[0].startswith("train: --mosaic-cache") and str(pick(tmp_path)) in told[0]
+    messages.clear()
+    samples(make(), 0)  # all of them are sound again
+    assert not [message for message in messages if "checksum" in message]
+
+
+def test_a_place_that_spoils_again_is_given_up(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = samples(make(), 0)
+    written: list[int] = []
+    real = mosaic_cache._write_all
+
+    def spoiling(descriptor: int, data: np.ndarray, offset: int) -> None:
+        if len(data) == SLOT:
+            written.append(offset)
+            data = data ^ 1  # a disk that keeps other bytes than it was given
+        real(descriptor, data, offset)
+
+    spoil(pick(tmp_path), flip(5))
+    monkeypatch.setattr(mosaic_cache, "_write_all", spoiling)
+    data = make()
+    for _ in range(4):
+        assert_equal(samples(data, 0), expected)
+    assert written == [0]
+
+
+def test_each_mosaic_is_checked_once_for_all_processes(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples(make(), 0)
+    data, sums = make(), []
+    real = mosaic_cache._checksum
+    monkeypatch.setattr(mosaic_cache, "_checksum", lambda pixels, values: (sums.append(1), real(pixels, values))[1])
+    for epoch in range(3):
+        samples(data, epoch)
+    assert len(sums) == COUNT
+    list(DataLoader(data, batch_size=None, sampler=[SampleKey(0, index) for index in range(COUNT)], num_workers=1))
+    assert set(np.frombuffer(data._mosaics._states, np.int64)) == {1}
+
+
+def test_files_of_the_wrong_size_are_found(make: Make, tmp_path: Path) -> None:
+    data = make()
+    samples(data, 0)
+    assert data.cut_files() == []
+    path = pick(tmp_path)
+    size = path.stat().st_size
+    os.truncate(path, size // 2)
+    (cut,) = data.cut_files()
+    assert (cut.path, cut.size, cut.needed, cut.option) == (path, size // 2, size, "--mosaic-cache")

@@ -16,6 +16,7 @@ import pytest
 from tests.data.drawing import BOXES, encode, label_text, paint, write_set
 from utils.data import file_scan, filesystem, scan_cache
 from utils.data import scan as scan_module
+from utils.data.dataset import LoadImagesAndLabels
 from utils.data.filesystem import Mount, mount_of, network_mount, parse_mounts
 from utils.data.scan import check_classes, printable, require_objects, scan_dataset
 from utils.data.scan_cache import FORMAT_VERSION, UNREACHABLE, Stamp
@@ -386,6 +387,24 @@ def test_names_that_are_no_text(tmp_path: Path, messages: list[str]) -> None:
         assert scan_dataset(images).counts.objects == 3
     "\n".join(messages).encode()
     assert printable("ok ä") == "ok ä"
+
+
+def test_names_with_control_characters_stay_on_their_line(tmp_path: Path, messages: list[str]) -> None:
+    names = ["new\nline.png", "tab\t.png", "\x1b[31mred.png", "back\rwards.png", "next\x85.png", "sep\u2028.png"]
+    images = write_set(tmp_path, {name: (b"", None) for name in names} | {"good.png": (paint(), label_text())})
+    data = LoadImagesAndLabels(images, 64)
+    text = "\n".join(messages)
+    for name in names:
+        assert name not in text
+        assert f"{images}/{repr(name)[1:-1]}: left out" in text
+    (images / "good.png").rename(images / "a\nb.png")
+    (tmp_path / "labels" / "train" / "good.txt").rename(tmp_path / "labels" / "train" / "a\nb.txt")
+    data = LoadImagesAndLabels(images, 64)
+    assert data.im_files[0].endswith("a\nb.png")
+    (images / "a\nb.png").unlink()
+    with pytest.raises(RuntimeError):
+        data[0]
+    assert "a\\nb.png cannot be read" in messages[-1]
 
 
 def test_blood_cells(shared_dir: Path, tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_names_stay_what_was_written(tmp_path: Path, names: str, wanted: list[st
         ("nc: many\nnames: [a]", "nc must be a whole number"),
         ("names: {0: a, 2: b}", "no class 1"),
         ("names: {a: 0}", "keys must be integers"),
-        ("names: {0: a, '00': b}", "named twice"),
+        ("names: {0: a, '00': b}", "'names: 00' stands on line 4 and again"),
         ("names: red", "names must be a list or a dictionary"),
         ("names: [a, [b]]", "class 1 must be a text"),
         ("nc: 2", "entry 'names:' is missing"),
@@ -142,12 +142,49 @@ def test_missing_folder_is_shown_with_the_places_tried(tmp_path: Path) -> None:
     assert str(tmp_path / "images" / "nowhere") in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("root", "entry", "wanted"),
+    [
+        ("", "../set/images/train", "set/images/train"),  # the name 'images' stays, labels follow from it
+        ("../set/.", "images/train", "set/images/train"),
+        ("images/..", "part", "disk/part"),  # images leads to disk/pictures
+        ("", "images/../part", "disk/part"),
+        ("", "../images/train", "set/images/train"),  # one level too high, as exports write it
+    ],
+)
+def test_links_and_two_dots_keep_their_meaning(tmp_path: Path, root: str, entry: str, wanted: str) -> None:
+    for name in ("disk/pictures/train", "disk/part", "set"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "set" / "images").symlink_to(tmp_path / "disk" / "pictures", target_is_directory=True)
+    path = tmp_path / "set" / "data.yaml"
+    path.write_text(f"path: {root}\ntrain: {entry}\nval: [{entry}]\nnames: [a]\n", encoding="utf-8")
+    spec = load_data_spec(path)
+    assert spec.train == spec.val == [tmp_path / wanted]
+
+
 def test_byte_order_mark_and_wrong_encoding(tmp_path: Path) -> None:
     path = make(tmp_path, "\ufeff" + BODY + "names: [ä]\n")
     assert load_data_spec(path).names == {0: "ä"}
     path.write_bytes((BODY + "names: [ä]\n").encode("latin-1"))
     with pytest.raises(ValueError, match="UTF-8"):
         load_data_spec(path)
+
+
+@pytest.mark.parametrize(
+    ("rest", "words"),
+    [
+        ("names: [a]\ntrain: images/val\n", "'train' stands on line 1 and again on line 4"),
+        ("names: [a]\nnames: [a, b]\n", "'names' stands on line 3 and again on line 4"),
+        ("names: {0: a, 1: b}\nnc: 2\nnc: 2\n", "'nc' stands on line 4 and again on line 5"),
+        ("names:\n  0: a\n  1: b\n  01: c\n", "'names: 01' stands on line 5 and again on line 6"),
+    ],
+)
+def test_a_key_that_stands_twice_is_refused_with_both_lines(tmp_path: Path, rest: str, words: str) -> None:
+    path = make(tmp_path, "train: images/train\nval: images/val\n" + rest)
+    with pytest.raises(ValueError, match="delete one of them") as caught:
+        load_data_spec(path)
+    assert words in str(caught.value)
+    assert str(path) in str(caught.value)
 
 
 def test_content_must_be_a_mapping(tmp_path: Path) -> None:

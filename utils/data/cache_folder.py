@@ -16,7 +16,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from utils.data.listing import printable
 from utils.data.memory import size_text
@@ -39,6 +39,24 @@ DECODED, MOSAICS = "decoded", "mosaics"  # kinds
 OWN_SUFFIXES = (".pixels", ".rows", ".damaged", ".mosaics", ".tmp", ".lock")
 
 Settings = Mapping[str, int | str]
+
+
+class CutFile(NamedTuple):
+    """A file of prepared data that is shorter than what was stored in it; option is what asks for such files."""
+
+    path: Path
+    size: int  # bytes; 0 as well where the file is gone
+    needed: int
+    option: str
+
+    @classmethod
+    def check(cls, path: Path, needed: int, option: str) -> list[CutFile]:
+        """The file, where it is too short."""
+        try:
+            size = path.stat().st_size
+        except OSError:
+            size = 0
+        return [cls(path, size, needed, option)] if size < needed else []
 
 
 def cache_root(cache_dir: str | Path = "") -> Path:
@@ -109,7 +127,7 @@ class CacheFolder:
                 file.close()
         if self.path.exists() and not self.path.is_dir():
             raise FileExistsError(17, "a file is in the place of the folder", str(self.path))
-        raise FileNotFoundError(2, "it is removed again and again by another program", str(self.path))
+        raise FileNotFoundError(2, "no folder stays there, by the kind of disk or another program", str(self.path))
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[bool]:

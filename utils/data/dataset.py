@@ -37,6 +37,7 @@ from utils.data.augment import (
     to_pixels,
     warp_targets,
 )
+from utils.data.cache_folder import CutFile
 from utils.data.colour import rgb_planes
 from utils.data.disk_cache import DiskCache
 from utils.data.images import (
@@ -61,12 +62,11 @@ from utils.data.mosaic_view import (
     visible_window,
     warp_window,
 )
-from utils.data.pictures import Part, Picture, Unread, shrunk_part
+from utils.data.pictures import Part, Picture, Unread, shrunk_part, tell_unreadable
 from utils.data.ram_cache import RamCache
-from utils.data.scan import ScanResult, printable, scan_dataset, with_min_items
+from utils.data.scan import ScanResult, scan_dataset, with_min_items
 from utils.data.stall import Readings
 from utils.data.tables import RowTable, TextTable
-from utils.log import LOGGER
 
 MAX_REPLACEMENTS = 10  # pictures tried in place of one that cannot be read any more
 REPEAT_STREAM = 1 << 44  # keeps the draws of a picture's later showings in an epoch apart from all others
@@ -177,6 +177,11 @@ class LoadImagesAndLabels(Dataset):
         """Pictures that could not be read after the scan, in any loader process."""
         return [self.im_files[int(i)] for i in np.flatnonzero(np.frombuffer(self._broken, np.uint8))]
 
+    def cut_files(self) -> list[CutFile]:
+        """Files of prepared pictures and mosaics that are shorter than what was stored in them."""
+        kept = [cache for cache in (self._pictures, self._mosaics) if isinstance(cache, (DiskCache, MosaicCache))]
+        return [cut for cache in kept for cut in cache.cut_files()]
+
     # ------------------------------------------------------------------------------------------------ loading
 
     def load_image(self, index: int) -> tuple[np.ndarray, tuple[int, int]]:
@@ -219,9 +224,7 @@ class LoadImagesAndLabels(Dataset):
         except (ImageError, OSError, cv2.error, MemoryError) as error:
             is_known, self._broken[index] = self._broken[index], 1
             if not is_known:  # by another process that tried at the same time
-                path, text = self.im_files[index], str(error)
-                reason = text.removeprefix(f"{path}: ")
-                LOGGER.warning(printable(f"{self.prefix}{path} cannot be read, replaced from now on: {reason}"))
+                tell_unreadable(self.im_files[index], error, len(self.broken_files()), len(self), self.prefix)
             return None
 
     def _rows(self, index: int) -> tuple[np.ndarray, list[np.ndarray]]:

@@ -9,6 +9,7 @@ copy is not used, its file is decoded instead, and the next run stores it anew. 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import multiprocessing
 import os
 import zlib
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from utils.data.cache_folder import DECODED, CacheFolder, cache_root, data_set_of, free_disk_bytes
+from utils.data.cache_folder import DECODED, CacheFolder, CutFile, cache_root, data_set_of, free_disk_bytes
 from utils.data.images import fitted_size
 from utils.data.listing import printable
 from utils.data.memory import size_text
@@ -46,7 +47,7 @@ class DiskCache:
         self.sizes = np.zeros((len(files), 2), np.int64)  # width, height
         self.checksums = np.zeros(len(files), np.uint32)
         self._states = multiprocessing.RawArray("B", len(files))  # one for all loader processes
-        self._maps: dict[int, np.ndarray | None] = {}
+        self._maps: dict[int, mmap.mmap | None] = {}
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_maps": {}}  # a started process opens the files itself
@@ -58,17 +59,30 @@ class DiskCache:
             return None
         if shard not in self._maps:
             self._maps[shard] = self.shards[shard].map()
-        pixels = self._maps[shard]
-        if pixels is None:
+        mapped = self._maps[shard]
+        (width, height), start = self.sizes[index].tolist(), int(self.offsets[index])
+        end = start + width * height * 3
+        if mapped is None or end > min(len(mapped), mapped.size()):  # cut: reading on would end the process
+            self._leave_out(index)
             return None
-        (width, height), start = self.sizes[index], self.offsets[index]
-        picture = pixels[start : start + width * height * 3]
+        picture = np.frombuffer(mapped, np.uint8, end - start, start)
         if self._states[index] == UNREAD:
             if zlib.crc32(picture) != self.checksums[index]:
                 self._leave_out(index)
                 return None
             self._states[index] = SOUND
         return picture.reshape(height, width, 3)
+
+    def cut_files(self) -> list[CutFile]:
+        """Files that are shorter than what was stored in them."""
+        ends = self.offsets + self.sizes.prod(1) * 3
+        return [
+            cut
+            for number in np.unique(self.shard_of[self.shard_of >= 0]).tolist()
+            for cut in CutFile.check(
+                self.shards[number].path(PIXELS), int(ends[self.shard_of == number].max()), "--cache disk"
+            )
+        ]
 
     def take(self, index: int, shard: int, row: Row) -> None:
         """Let an index be a row of a shard."""
@@ -90,9 +104,9 @@ class DiskCache:
         count = self.spoilt()
         if count in (1, 10, 100, 1000, 10_000):
             LOGGER.warning(
-                f"{self.prefix}--cache disk: {count} stored picture(s) do not have their checksum, at last that of "
-                f"{printable(self.files[index])} in {self.folder.path}; read from the file instead, and {outlook}. "
-                "Is the disk in order?"
+                f"{self.prefix}--cache disk: {count} stored picture(s) are gone or do not have their checksum, at last "
+                f"that of {printable(self.files[index])} in {self.folder.path}; read from the file instead, and "
+                f"{outlook}. Is the disk in order?"
             )
 
     @classmethod

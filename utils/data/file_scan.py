@@ -18,6 +18,7 @@ import numpy as np
 from utils.data.headers import peek_jpeg
 from utils.data.images import MIN_SIDE, ImageError, check_image, check_pixels
 from utils.data.labels import LabelFile, read_label_file
+from utils.data.listing import entry_hint
 from utils.data.scan_cache import NO_POINTS, Record, Remark, ScanCache, Stamp
 from utils.log import progress
 
@@ -33,9 +34,17 @@ _SIZE = re.compile(r"^\d+ x \d+ pixels, ")  # what differs between pictures that
 class FileScan:
     """The scan of single files: what is remembered is looked up, the rest is read in threads and stored on the way."""
 
-    def __init__(self, images: Sequence[str], labels: Sequence[str], cache_file: Path | None, prefix: str) -> None:
+    def __init__(
+        self,
+        images: Sequence[str],
+        labels: Sequence[str],
+        cache_file: Path | None,
+        prefix: str,
+        *,
+        is_new: bool = False,
+    ) -> None:
         self.images, self.labels, self.prefix = images, labels, prefix
-        self.cache = ScanCache(cache_file, prefix)
+        self.cache = ScanCache(cache_file, prefix, is_new=is_new)
         self.stamps: list[Stamp] = []
         self.records: list[Record | None] = []
         self.remembered = 0
@@ -109,7 +118,7 @@ def scan_one(image: str, label: str | None) -> Record:
         reason = str(error).removeprefix(f"{image}: ")
         return Record.refusal(_SIZE.sub("", reason), reason)
     except OSError as error:
-        return Record.refusal("file cannot be opened", _short(error), is_lasting=False)
+        return Record.refusal("file cannot be opened", _short(error, image), is_lasting=False)
     except Exception as error:  # a decoder may fail in any way; that costs this file only
         return Record.refusal("decoder failed", f"{type(error).__name__}: {error}")
     if label is None:
@@ -152,11 +161,12 @@ def _label_fault(label: str, error: OSError) -> str:
     return "a link to a file that is not there" if is_dead else str(error.strerror)
 
 
-def _short(error: OSError) -> str:
+def _short(error: OSError, path: str) -> str:
     if isinstance(error, IsADirectoryError):
         return "is a folder, not a picture; folders are named in the data file, as in train: [list.txt, folder]"
     if isinstance(error, FileNotFoundError):
-        return "file is not there (or a dead link)"
+        hint = entry_hint(path)
+        return f"file is not there (or a dead link){f'; {hint}' if hint else ''}"
     return f"cannot be opened: {error.strerror or error}"
 
 

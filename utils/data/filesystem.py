@@ -1,4 +1,7 @@
-"""On what kind of file system a path lies: pictures on network disks are what training most often waits for."""
+"""On what kind of file system a path lies, and the plain form of a path.
+
+Pictures on network disks are what training most often waits for.
+"""
 
 from __future__ import annotations
 
@@ -60,3 +63,34 @@ def network_mount(path: str | Path) -> Mount | None:
         return None
     mount = mount_of(os.path.realpath(path), text)
     return mount if mount is not None and mount.is_network else None
+
+
+def plain_path(path: str | Path) -> str:
+    """Absolute path without '.' and '..', of the same file or folder; links are kept as they are named where they can.
+
+    A link in front of '..' has to be followed: the system takes '..' from where it leads. Folders that do not exist are
+    left out with the '..' behind them.
+    """
+    plain, *parts = Path(path).absolute().parts
+    for part in parts:
+        if part == os.pardir:
+            plain = os.path.dirname(os.path.realpath(plain) if os.path.islink(plain) else plain)
+        else:
+            plain = os.path.join(plain, part)
+    return plain
+
+
+class PlainPaths:
+    """`plain_path` of many paths, each of their folders looked at once."""
+
+    def __init__(self) -> None:
+        self._folders: dict[str, str] = {}
+
+    def of(self, path: str | Path) -> str:
+        """Plain form of a path."""
+        folder, name = os.path.split(path)
+        if name in ("", os.curdir, os.pardir):
+            return plain_path(path)
+        if folder not in self._folders:
+            self._folders[folder] = plain_path(folder)
+        return os.path.join(self._folders[folder], name)

@@ -15,6 +15,10 @@ from utils.log import LOGGER
 
 FALLBACK_RATE = 30.0  # frames per second where a source does not tell its rate
 HIGHEST_RATE = 1000.0  # above it is the time base of a container, not a rate
+HEAD_BYTES = 512  # of a file, enough to tell what it holds
+# How containers of videos begin: Matroska and WebM, Flash, Ogg, ASF, MPEG program streams and bare MPEG, GIF.
+_VIDEO_HEADS = (b"\x1aE\xdf\xa3", b"FLV\x01", b"OggS", b"0&\xb2u\x8ef\xcf\x11", b"\0\0\1\xba", b"\0\0\1\xb3", b"GIF8")
+_TS_PACKET_BYTES = 188  # each packet of an MPEG transport stream begins with the letter G
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,14 @@ class Unreadable:
 def usable_rate(value: float) -> float:
     """Return frames per second as reported, or 30 where the report is no rate (0, not finite, above 1000)."""
     return float(value) if math.isfinite(value) and 0 < value <= HIGHEST_RATE else FALLBACK_RATE
+
+
+def is_video_head(head: bytes) -> bool:
+    """Return whether the first ``HEAD_BYTES`` of a file are those of a container of videos."""
+    is_mp4 = head[4:8] in (b"ftyp", b"moov", b"mdat", b"wide")
+    is_avi = head[:4] == b"RIFF" and head[8:12] == b"AVI "
+    is_ts = len(head) > 2 * _TS_PACKET_BYTES and set(head[::_TS_PACKET_BYTES]) == {ord("G")}
+    return is_mp4 or is_avi or is_ts or head.startswith(_VIDEO_HEADS)
 
 
 def to_network(image_bgr: np.ndarray, size: int | Sequence[int], stride: int, auto: bool) -> np.ndarray:
@@ -135,4 +147,6 @@ class VideoFile:
             short = f"{grabbed} frame(s), fewer than --vid-stride {self.stride}"
             raise ValueError(f"{self.path}: {short if grabbed else 'no frame can be decoded'}")
         if grabbed + 1 < self.stored_frames:  # containers are often wrong by one
-            LOGGER.warning(f"{self.path}: ended after {grabbed} of {self.stored_frames} frames, the rest is damaged")
+            LOGGER.warning(
+                f"{self.path}: ended after {grabbed} of {self.stored_frames} frames, the rest cannot be decoded"
+            )

@@ -15,9 +15,31 @@ from pathlib import Path
 JPEG_END = b"\xff\xd9"
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 HEAD_BYTES, TAIL_BYTES = 1 << 16, 1 << 12  # parts of a JPEG that tell its size and whether it is complete
-ORIENTATION_TAG, TIFF_DEPTH_TAG = 0x0112, 0x0102
+ORIENTATION_TAG, TIFF_DEPTH_TAG, TIFF_FORMAT_TAG = 0x0112, 0x0102, 0x0153
+UNSIGNED_SAMPLES, FLOAT_SAMPLES = 1, 3  # values of the last of these
 # Start-of-frame markers: all of C0..CF but DHT (C4), JPG (C8) and DAC (CC).
 _FRAME_MARKERS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+_CONVERT = "convert it to JPEG or PNG"
+# What lies under names of pictures without being one that is read everywhere: position, first bytes, what it is.
+_FOREIGN: tuple[tuple[int, tuple[bytes, ...], str], ...] = (
+    (4, (b"ftypheic", b"ftypheix", b"ftyphevc", b"ftypmif1", b"ftypmsf1"), f"a HEIC picture of a phone: {_CONVERT}"),
+    (4, (b"ftypavif", b"ftypavis"), f"an AVIF picture, which this OpenCV cannot read: {_CONVERT}"),
+    (4, (b"ftyp",), "a video"),
+    (
+        0,
+        (b"\0\0\0\x0cjP  ", b"\xff\x4f\xff\x51"),
+        f"a JPEG 2000 picture, damaged or of an unknown kind: {_CONVERT}",
+    ),
+    (0, (b"\0\0\0\x0cJXL ", b"\xff\x0a"), f"a JPEG XL picture: {_CONVERT}"),
+    (0, (b"GIF8",), f"a GIF picture, damaged or not read by this OpenCV: {_CONVERT}"),
+    (0, (b"%PDF",), f"a PDF document: {_CONVERT}"),
+    (0, (b"8BPS",), f"a Photoshop document: {_CONVERT}"),
+    (0, (b"version https://git-lfs",), "a pointer of Git LFS: 'git lfs pull' fetches the picture itself"),
+    (0, (b"<html", b"<HTML", b"<!DOCTYPE", b"<!doctype"), "a web page, perhaps of a download that failed"),
+    (0, (b"<?xml", b"<svg"), f"XML or an SVG drawing: {_CONVERT}"),
+    (0, (b"PK\3\4", b"\x1f\x8b"), "an archive: unpack it"),
+    (0, (b"\x93NUMPY",), "a NumPy array"),
+)
 
 
 @dataclass(frozen=True)
@@ -29,6 +51,7 @@ class ImageHeader:
     height: int = 0
     orientation: int = 1
     bit_depth: int = 8
+    sample_format: int = UNSIGNED_SAMPLES  # of a TIFF
 
 
 def image_kind(data: bytes | memoryview) -> str:
@@ -49,9 +72,15 @@ def image_kind(data: bytes | memoryview) -> str:
     return ""
 
 
+def foreign_kind(data: bytes | memoryview) -> str:
+    """What bytes are that cannot be read as a picture, in words; '' where they are not known either."""
+    head = bytes(data[:32])
+    return next((what for at, marks, what in _FOREIGN if head[at:].startswith(marks)), "")
+
+
 def read_header(data: bytes | memoryview) -> ImageHeader:
     """Read the header of encoded bytes; malformed parts fall back to size 0 or orientation 1, nothing is raised."""
-    kind = image_kind(data)
+    kind, sample_format = image_kind(data), UNSIGNED_SAMPLES
     try:
         if kind == "jpeg":
             width, height, orientation, depth = _jpeg_facts(data)
@@ -60,12 +89,14 @@ def read_header(data: bytes | memoryview) -> ImageHeader:
         else:
             width, height = 0, 0
             orientation = _webp_orientation(data) if kind == "webp" else 1  # TIFF is turned by its decoder
-            depth = _first_directory(data).get(TIFF_DEPTH_TAG, 8) if kind == "tiff" else 8
+            tags = _first_directory(data) if kind == "tiff" else {}
+            depth = tags.get(TIFF_DEPTH_TAG, 8)
+            sample_format = tags.get(TIFF_FORMAT_TAG, UNSIGNED_SAMPLES)
     except (struct.error, IndexError):
         return ImageHeader(kind)
     if orientation >= 5:
         width, height = height, width
-    return ImageHeader(kind, width, height, orientation, depth)
+    return ImageHeader(kind, width, height, orientation, depth, sample_format)
 
 
 def _jpeg_facts(data: bytes | memoryview) -> tuple[int, int, int, int]:

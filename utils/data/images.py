@@ -14,7 +14,17 @@ import cv2
 import numpy as np
 
 from utils.data.decoder import decode
-from utils.data.headers import JPEG_END, image_kind, jpeg_has_end, png_damage, read_header
+from utils.data.headers import (
+    FLOAT_SAMPLES,
+    JPEG_END,
+    UNSIGNED_SAMPLES,
+    ImageHeader,
+    foreign_kind,
+    image_kind,
+    jpeg_has_end,
+    png_damage,
+    read_header,
+)
 
 IMAGE_SUFFIXES = frozenset((".bmp", ".dng", ".jpeg", ".jpg", ".mpo", ".png", ".tif", ".tiff", ".webp", ".pfm"))
 MIN_SIDE = 10  # pixels; smaller pictures hold nothing to learn from
@@ -67,6 +77,8 @@ def decode_bgr(data: np.ndarray, name: str, *, allow_partial: bool = False) -> n
     """Decode encoded bytes (uint8 array) as `imread_bgr` does; name is used in messages."""
     view = memoryview(data)
     kind = image_kind(view)
+    if kind == "tiff":
+        _refuse_depth(read_header(view), name)
     image, damage = decode(data, _PLAIN)
     if damage and not allow_partial:
         raise ImageError(f"{name}: JPEG is cut off or damaged, although it ends like a whole one ({damage})")
@@ -77,19 +89,34 @@ def decode_bgr(data: np.ndarray, name: str, *, allow_partial: bool = False) -> n
     elif image is None or kind == "pfm":
         image = _decode_float(data)
     if image is None:
-        detail = f"damaged {kind.upper()} data" if kind else "the content is no picture format known here"
+        foreign = foreign_kind(view)
+        detail = f"it is {foreign}" if foreign else "the content is no picture format known here"
+        detail = f"damaged {kind.upper()} data" if kind else detail
         raise ImageError(f"{name}: cannot be decoded, {detail}")
     return _upright(image, kind, view)
 
 
+def _refuse_depth(header: ImageHeader, name: str) -> None:
+    """Raise ImageError for a TIFF of numbers that are no picture to any decoder here."""
+    is_float = header.sample_format == FLOAT_SAMPLES
+    if header.bit_depth in (32, 64) if is_float else header.bit_depth <= 16:
+        return
+    what = "float" if is_float else "integer"
+    raise ImageError(
+        f"{name}: TIFF with {header.bit_depth}-bit {what} values, which cannot be read; expected 8 or 16 bits or "
+        "32-bit floats. To convert it: magick in.tif -auto-level -depth 8 out.tif"
+    )
+
+
 def _decode_float(data: np.ndarray) -> np.ndarray | None:
     """Floating-point pictures (PFM, some TIFF): values up to 1 are taken as fractions, others as 0 to 255."""
-    image = decode(data, _PLAIN | cv2.IMREAD_ANYDEPTH).image
-    if image is None or image.dtype != np.float32:
+    image = decode(data, cv2.IMREAD_UNCHANGED).image
+    if image is None or image.dtype not in (np.float32, np.float64):
         return None
+    image = np.repeat(image[..., None], 3, 2) if image.ndim == 2 else image[..., :3]
     image = np.nan_to_num(image, posinf=255.0, neginf=0.0)
     factor = 255.0 if image.max(initial=0.0) <= 1.0 else 1.0
-    return np.clip(np.rint(image * factor), 0, 255).astype(np.uint8)
+    return np.ascontiguousarray(np.clip(np.rint(image * factor), 0, 255).astype(np.uint8))
 
 
 def _upright(image: np.ndarray, kind: str, data: memoryview) -> np.ndarray:
@@ -158,7 +185,7 @@ def check_image(path: str | Path) -> ImageFacts:
         height, width = decode_bgr(data, str(path)).shape[:2]
     if min(width, height) < MIN_SIDE:
         raise ImageError(f"{path}: {width} x {height} pixels, smaller than the {MIN_SIDE} pixels needed on each side")
-    if header.bit_depth > 8:
+    if header.bit_depth > 8 or header.sample_format != UNSIGNED_SAMPLES:
         remark = _range_remark(data)
     return ImageFacts(width, height, remark)
 
@@ -172,14 +199,21 @@ def check_pixels(path: str | Path, width: int, height: int) -> None:
 
 
 def _range_remark(data: np.ndarray) -> str | None:
-    """Warn of 16-bit files that only fill the lowest sixteenth of the range, such as 12-bit cameras write."""
+    """Warn of deep files that come out almost black, such as 12-bit cameras write, almost white, or wrapped round."""
     deep = decode(data, cv2.IMREAD_UNCHANGED).image
-    if deep is None or deep.dtype != np.uint16:
+    if deep is None or deep.dtype == np.uint8:
         return None
-    largest = int(deep[..., :3].max() if deep.ndim == 3 else deep.max())
-    if largest >= 4096:
-        return None
-    return f"16-bit picture whose largest value is {largest} of 65535: after scaling the range to 8 bits almost black"
+    values = deep[..., :3] if deep.ndim == 3 else deep
+    if deep.dtype in (np.uint16, np.int16) and values.max() < 4096 and values.min() >= 0:
+        largest = int(values.max())
+        return (
+            f"16-bit picture whose largest value is {largest} of 65535: after scaling the range to 8 bits almost black"
+        )
+    if deep.dtype in (np.int8, np.int16) and values.min() < 0:
+        return f"signed picture with negative values down to {values.min()}, which come out as bright pixels"
+    if deep.dtype in (np.float32, np.float64) and np.nanmax(values, initial=0.0) > 255:
+        return f"picture of floats whose largest value is {np.nanmax(values):g}: all beyond 255 becomes white"
+    return None
 
 
 def image_size(path: str | Path) -> tuple[int, int]:

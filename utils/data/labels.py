@@ -22,7 +22,22 @@ PIXEL_LIMIT = 2.0  # fractions beyond this cannot be overshoot any more
 REFUSED = "row refused"  # how the text of a refused row begins
 COUNTED_OVERSHOOT = 1e-5  # smaller overshoot is the rounding of six decimals and not worth counting
 LARGEST_CLASS = 2**24 - 1  # float32, in which labels are kept, holds no larger whole numbers one by one
+EXPECTED = (
+    "expected numbers separated by spaces, with decimal points, as in '0 0.5 0.5 0.2 0.4' (class x y width height)"
+)
+_SHOWN = 40  # characters of a row or a column in a message
 _DECIMAL_COMMA = re.compile(r"[+-]?\d+(,\d+)?")
+_FOREIGN = tuple(
+    (re.compile(pattern), what)
+    for pattern, what in (
+        (r"[\[\](){}<>]", "brackets"),
+        (";", "semicolons"),
+        ("[\"'`]", "quotation marks"),
+        ("%", "percent signs"),
+        (":", "colons"),
+        (r"\|", "bars"),
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -147,19 +162,10 @@ def _row_values(line: str, number: int, label: LabelFile) -> tuple[float, ...]:
     fields = _split_fields(line, number, label)
     count = len(fields)
     if count not in (5, 6) and (count < 7 or count % 2 == 0):
-        text = f"{count} columns; 5 columns are needed for a box, 7, 9, 11 ... for a polygon"
+        columns = f"{count} column{'' if count == 1 else 's'}"
+        text = f"{columns}; 5 columns are needed for a box, 7, 9, 11 ... for a polygon; {EXPECTED}"
         raise _RefusedRow("wrong number of columns", text)
-    values = []
-    for text in fields:
-        try:
-            value = float(text)
-        except ValueError:
-            raise _RefusedRow("not a number", f"{_short(text)} is not a number") from None
-        if "_" in text:
-            raise _RefusedRow("not a number", f"{_short(text)} is not a number")
-        if not math.isfinite(value):
-            raise _RefusedRow("not finite", f"{_short(text)} is not finite")
-        values.append(value)
+    values = [_number(text, is_class=not column) for column, text in enumerate(fields)]
     if values[0] != int(values[0]) or not 0 <= values[0] <= LARGEST_CLASS:
         raise _RefusedRow("class is no whole number", f"class {_short(fields[0])} is not an integer from 0 on")
     if count == 6:
@@ -167,13 +173,27 @@ def _row_values(line: str, number: int, label: LabelFile) -> tuple[float, ...]:
     return tuple(values[:5] if count == 6 else values)
 
 
+def _number(text: str, *, is_class: bool) -> float:
+    try:
+        value = float(text.replace("_", "no number"))  # Python would take 1_0 for 10
+    except ValueError:
+        hint = "; names have to be replaced by the class number" if is_class and text[:1].isalpha() else ""
+        raise _RefusedRow("not a number", f"{_short(text)} is not a number{hint}; {EXPECTED}") from None
+    if not math.isfinite(value):
+        raise _RefusedRow("not finite", f"{_short(text)} is not finite")
+    return value
+
+
 def _short(text: str) -> str:
-    """A field of a row as it may stand in a message."""
-    return repr(text if len(text) <= 40 else text[:37] + "...")
+    """A row or a field of one as it may stand in a message."""
+    return repr(text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "...")
 
 
 def _split_fields(line: str, number: int, label: LabelFile) -> list[str]:
     """Columns of a row; commas may separate columns or mark decimals, but a row that allows both is refused."""
+    for pattern, what in _FOREIGN:
+        if pattern.search(line):
+            raise _RefusedRow(f"{what} in the row", f"found {what} in {_short(line)}; {EXPECTED}")
     fields = line.split()
     if "," not in line:
         return fields
@@ -186,7 +206,10 @@ def _split_fields(line: str, number: int, label: LabelFile) -> list[str]:
     if is_separated and all(pieces) and (has_points or len(pieces) == 5):
         label.remark(number, "commas", "commas are read as separators of columns")
         return pieces
-    text = f"commas cannot be told apart as separators or decimals in {line[:60]!r}"
+    if line.endswith(","):
+        raise _RefusedRow("comma at the end", f"found a comma at the end of {_short(line)}; {EXPECTED}")
+    what = "commas and points" if has_points else "commas"
+    text = f"found {what} in {_short(line)}, which cannot be told apart as separators or decimals; {EXPECTED}"
     raise _RefusedRow("commas of unclear meaning", text)
 
 

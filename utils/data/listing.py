@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from utils.data.filesystem import PlainPaths, plain_path
 from utils.data.images import IMAGE_SUFFIXES
 from utils.data.labels import decode_text, split_lines
 from utils.log import LOGGER
@@ -15,6 +17,24 @@ from utils.log import LOGGER
 # what lies in picture folders without being a picture or a mistake
 _SILENT_SUFFIXES = frozenset((".txt", ".cache", ".yaml", ".yml", ".json", ".csv", ".xml", ".md", ".npy", ".npz"))
 _SYSTEM_FILES = frozenset(("thumbs.db", "desktop.ini", ".ds_store"))
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+_SLIPS = tuple(
+    (re.compile(pattern), hint)
+    for pattern, hint in (
+        ("\0", "it holds a NUL byte, is the file whole?"),
+        (
+            r"\$\{\w+\}|(^|/)\$\w+|%\w+%",
+            "variables are not replaced: write the whole path, or ~ for the home folder",
+        ),
+        (r"\w:/{1,3}\S", "an address is not followed: download it, and name the folder on this machine"),
+        (r"\\", "it holds a backslash, write / between folders"),
+        (r"""(^|/)["'][^"']*["'](/|$)""", "write it without quotation marks"),
+        (
+            r"(?i)\.(jpe?g|png|bmp|webp|tiff?)(\s|[,;]\s*\d|;)",
+            "a row of a list is the path of one picture and nothing else; labels lie in files of their own",
+        ),
+    )
+)
 
 
 @dataclass
@@ -37,8 +57,16 @@ class ImageList:
 
 
 def printable(text: str) -> str:
-    """Text that can be written anywhere: bytes of file names that are no valid text become question marks."""
-    return os.fsencode(text).decode("utf-8", "replace")
+    """Text that can be written anywhere, on one line: bytes of file names that are no text become question marks.
+
+    Line ends and other control characters, which names may hold as well, are written as in Python's texts.
+    """
+    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], os.fsencode(text).decode("utf-8", "replace"))
+
+
+def entry_hint(text: str) -> str:
+    """What is probably wrong with the way a path is written that leads nowhere, '' where nothing is seen."""
+    return next((hint for pattern, hint in _SLIPS if pattern.search(text)), "")
 
 
 def is_system_file(name: str) -> bool:
@@ -55,7 +83,7 @@ def list_images(paths: str | Path | Sequence[str | Path]) -> ImageList:
     result = ImageList()
     names: list[str] = []
     for source in sources:
-        path = os.path.abspath(source)
+        path = plain_path(source)
         if os.path.isdir(path):
             names += _pictures_below(path, result)
         elif not os.path.isfile(path):
@@ -63,7 +91,7 @@ def list_images(paths: str | Path | Sequence[str | Path]) -> ImageList:
         elif _suffix(path) in IMAGE_SUFFIXES:
             names.append(path)
         else:
-            names += _read_list(Path(path))
+            names += _read_list(Path(path), result)
     unique = sorted(set(names))
     result.repeated = len(names) - len(unique)
     result.files = unique
@@ -131,9 +159,9 @@ def _sort_file(name: str, path: str, found: list[str], result: ImageList) -> Non
         result.unknown[suffix] += 1
 
 
-def _read_list(path: Path) -> list[str]:
+def _read_list(path: Path, result: ImageList) -> list[str]:
     """Pictures named in a list file; raises ValueError where it names folders and nothing else."""
-    names = list(_lines_of(path))
+    names = list(_lines_of(path, result))
     folders = [name for name in names if _suffix(name) not in IMAGE_SUFFIXES and os.path.isdir(name)]
     if folders and len(folders) == len(names):
         raise ValueError(
@@ -143,17 +171,22 @@ def _read_list(path: Path) -> list[str]:
     return names
 
 
-def _lines_of(path: Path) -> Iterator[str]:
+def _lines_of(path: Path, result: ImageList) -> Iterator[str]:
     """Names in a list file, one a line; relative lines are taken from the list file's folder."""
     try:
         lines = split_lines(decode_text(path.read_bytes()))
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: list file is neither UTF-8 nor UTF-16 text ({error})") from error
+    plain = PlainPaths()
     for line in lines:
         if not line or line.startswith("#"):
             continue
-        name = os.path.normpath(path.parent.absolute() / line)
-        # upstream reads such lines from the working directory
-        if not os.path.lexists(name) and not os.path.isabs(line) and os.path.isfile(line):
-            name = os.path.abspath(line)
+        if "\0" in line:
+            result.left_out.append((str(path), f"a row is no name of a file: {entry_hint(line)}"))
+            continue
+        name = plain.of(path.parent / line)
+        if not os.path.lexists(name) and not os.path.isabs(line):
+            # upstream reads such lines from the working directory
+            others = (place for place in (line, os.path.expanduser(line)) if os.path.isfile(place))
+            name = plain.of(next(others, name))
         yield name

@@ -76,7 +76,7 @@ class EpochLoader:
             multiprocessing_context=multiprocessing_context if workers else None,
         )
         self.stall = StallWatch(self.doing, getattr(dataset, "prefix", ""))
-        self._watch = WorkerWatch(self.stall)
+        self._watch = WorkerWatch(self.stall, getattr(dataset, "cut_files", None))
         self._parcels: Iterator[Parcel | Failure] | None = None
         self._is_between_epochs = False  # all batches of the last pass were taken
         self.set_epoch(0)
@@ -139,10 +139,14 @@ class EpochLoader:
             yield batch
 
     def close(self) -> None:
-        """End the worker processes; the loader cannot be used afterwards."""
-        self._parcels = self.composer = None
-        self._watch.close()
-        del self._loader
+        """End the worker processes, by force where they do not; the loader cannot be used afterwards."""
+        with self._watch.ending():
+            self._parcels = self.composer = None
+            self._loader = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_watch", None) is not None:  # else it was never complete
+            self.close()
 
     def worker_pids(self) -> list[int]:
         """Process ids of the workers that have been started."""

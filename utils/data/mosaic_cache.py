@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import mmap
+import multiprocessing
 import os
 import zlib
 from collections.abc import Callable, Sequence
@@ -25,16 +26,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from utils.data.cache_folder import MOSAICS, CacheFolder, cache_root, data_set_of, free_disk_bytes, size_of
+from utils.data.cache_folder import MOSAICS, CacheFolder, CutFile, cache_root, data_set_of, free_disk_bytes, size_of
 from utils.data.disk_cache import DISK_RESERVE_BYTES
 from utils.data.memory import size_text
 from utils.data.shards import Stamp
 from utils.log import LOGGER
 
 REFRESH_EPOCHS = 10  # epochs that one set of mosaics serves
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 HEADER = 16  # int64 values per mosaic: is complete, centre, 4 indices, 4 sizes, checksum
-CHECK_STEP = 4093  # bytes between those that the checksum covers: one in every page of the file
+EMPTY, WHOLE = 0, 1  # first value of a header
 SUFFIX = ".mosaics"
 PICTURE_STREAM, ORDER_STREAM, DRAW_STREAM = 1 << 41, 1 << 42, 1 << 43  # keep these draws apart from all others
 
@@ -92,23 +93,26 @@ class MosaicCache:
     """Mosaics in one file per generation, each drawn by the process that needs it first.
 
     Two processes that draw the same mosaic at once write the same bytes. A mosaic counts from the moment its header is
-    written, after its pixels; a checksum reveals pixels that a power failure lost. Use `MosaicCache.open`.
+    written, after its pixels. The first use of a mosaic in a run compares its checksum; a damaged one is made anew and
+    stored again, once: a place that spoils again is not used until the mosaics are renewed. Use `MosaicCache.open`.
     """
 
-    def __init__(self, folder: CacheFolder, schedule: MosaicSchedule, size: int) -> None:
-        self.folder, self.schedule, self.size = folder, schedule, size
+    def __init__(self, folder: CacheFolder, schedule: MosaicSchedule, size: int, prefix: str = "") -> None:
+        self.folder, self.schedule, self.size, self.prefix = folder, schedule, size, prefix
         self.slot_bytes = (2 * size) ** 2 * 3
+        self.file_bytes = schedule.count * (self.slot_bytes + 8 * HEADER)
+        # One for all loader processes. Of each mosaic the generation (from 1 on) in which it was found sound, or minus
+        # that in which it was found damaged; and whether damage has been told.
+        self._states = multiprocessing.RawArray("q", schedule.count)
+        self._damaged = multiprocessing.RawArray("q", schedule.count)
+        self._is_told = multiprocessing.RawValue("B", 0)
         self._forget()
 
     def _forget(self) -> None:
         self._generation, self._descriptor, self._bytes = -1, -1, np.zeros(0, np.uint8)
-        self._checked: set[int] = set()
 
     def __getstate__(self) -> dict[str, object]:
-        return {"folder": self.folder, "schedule": self.schedule, "size": self.size}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
+        return {**self.__dict__, "_generation": -1, "_descriptor": -1, "_bytes": np.zeros(0, np.uint8)}
 
     def __del__(self) -> None:
         if getattr(self, "_descriptor", -1) >= 0:
@@ -135,7 +139,7 @@ class MosaicCache:
         settings["contents"] = _digest(contents, files)
         try:
             folder = CacheFolder.open(root, MOSAICS, data_set_of(files), settings, prefix=prefix)
-            cache = cls(folder, MosaicSchedule(len(files), count, seed), size)
+            cache = cls(folder, MosaicSchedule(len(files), count, seed), size, prefix)
             return cache if cache._has_room(prefix) else None
         except OSError as error:
             LOGGER.warning(
@@ -181,16 +185,17 @@ class MosaicCache:
         self.__del__()
         self._forget()
         self._generation = generation
-        path = self.folder.path / f"{generation}{SUFFIX}"
-        total = self.schedule.count * (self.slot_bytes + 8 * HEADER)
+        path = self._path()
         try:
             for other in path.parent.glob(f"*{SUFFIX}"):
                 number = other.name.removesuffix(SUFFIX)
                 if number.isdecimal() and int(number) < generation:
                     other.unlink(missing_ok=True)
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-            os.ftruncate(self._descriptor, total)  # no blocks yet: holes read as zeros, which is "not complete"
-            self._bytes = np.frombuffer(mmap.mmap(self._descriptor, total, access=mmap.ACCESS_READ), np.uint8)
+            os.ftruncate(
+                self._descriptor, self.file_bytes
+            )  # no blocks yet: holes read as zeros, which is "not complete"
+            self._bytes = np.frombuffer(mmap.mmap(self._descriptor, self.file_bytes, access=mmap.ACCESS_READ), np.uint8)
         except OSError as error:
             LOGGER.warning(f"prepared mosaics cannot be stored ({error.strerror or error}), they are made anew")
             return False
@@ -199,27 +204,57 @@ class MosaicCache:
     def _header_at(self, slot: int) -> int:
         return self.schedule.count * self.slot_bytes + slot * 8 * HEADER
 
+    def cut_files(self) -> list[CutFile]:
+        """Files that are shorter than they were made."""
+        paths = sorted(self.folder.path.glob(f"*{SUFFIX}"))
+        return [cut for path in paths for cut in CutFile.check(path, self.file_bytes, "--mosaic-cache")]
+
     def _read(self, slot: int) -> Mosaic | None:
+        """The stored mosaic; None where there is none, or where it is damaged."""
         start, at = slot * self.slot_bytes, self._header_at(slot)
+        if os.fstat(self._descriptor).st_size < self.file_bytes:  # cut: reading on would end the process
+            self._tell_damage("is shorter than it was made")
+            self._states[:] = [0] * self.schedule.count
+            os.ftruncate(self._descriptor, self.file_bytes)
         values = self._bytes[at : at + 8 * HEADER].view(np.int64).tolist()
-        if values[0] != 1:
+        if values[0] == EMPTY or self._damaged[slot] == -self._mark():
             return None
         pixels = self._bytes[start : start + self.slot_bytes]
-        if slot not in self._checked:
-            if _checksum(pixels, values[:-1]) != values[-1]:
+        if self._states[slot] != self._mark():
+            if values[0] != WHOLE or _checksum(pixels, values[:-1]) != values[-1]:
+                self._tell_damage("holds a mosaic that does not have its checksum")
+                self._damaged[slot] = self._mark() if self._damaged[slot] != self._mark() else -self._mark()
                 return None
-            self._checked.add(slot)
+            self._states[slot] = self._mark()
         sizes = tuple((values[7 + 2 * k], values[8 + 2 * k]) for k in range(4))
         side = 2 * self.size
         return Mosaic(pixels.reshape(side, side, 3), (values[1], values[2]), tuple(values[3:7]), sizes)
 
+    def _mark(self) -> int:
+        """What stands for the present generation in the shared notes; 0 stands for none."""
+        return self._generation + 1
+
+    def _tell_damage(self, what: str) -> None:
+        """Warn once in a run, whichever process finds the damage."""
+        if not self._is_told.value:
+            self._is_told.value = 1
+            LOGGER.warning(
+                f"{self.prefix}--mosaic-cache: {self._path()} {what}; mosaics that are damaged are made anew from the "
+                "pictures, and this is not said again. Is the disk in order?"
+            )
+
+    def _path(self) -> Path:
+        return self.folder.path / f"{self._generation}{SUFFIX}"
+
     def _write(self, slot: int, mosaic: Mosaic) -> None:
-        if self._descriptor < 0:
+        if self._descriptor < 0 or self._damaged[slot] == -self._mark():
             return
         pixels = np.ascontiguousarray(mosaic.canvas).reshape(-1)
-        values = [1, *mosaic.centre, *mosaic.indices, *(side for size in mosaic.sizes for side in size)]
+        values = [WHOLE, *mosaic.centre, *mosaic.indices, *(side for size in mosaic.sizes for side in size)]
         header = np.array([*values, _checksum(pixels, values)], np.int64)
         try:  # written, not mapped: a full disk is then an error and no crash
+            if self._damaged[slot] == self._mark():  # what is there must not count while it is replaced
+                _write_all(self._descriptor, np.zeros(8 * HEADER, np.uint8), self._header_at(slot))
             _write_all(self._descriptor, pixels, slot * self.slot_bytes)
             _write_all(self._descriptor, header.view(np.uint8), self._header_at(slot))
         except OSError as error:
@@ -245,7 +280,7 @@ def _write_all(descriptor: int, data: np.ndarray, offset: int) -> None:
 
 
 def _checksum(pixels: np.ndarray, values: Sequence[int]) -> int:
-    return zlib.crc32(pixels[::CHECK_STEP].tobytes(), zlib.crc32(np.array(values, np.int64).tobytes()))
+    return zlib.crc32(pixels, zlib.crc32(np.array(values, np.int64).tobytes()))
 
 
 def _digest(contents: Sequence[np.ndarray], files: Sequence[str]) -> str:

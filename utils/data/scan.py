@@ -6,12 +6,14 @@ change), so that a second scan only looks at what changed, and one that was inte
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -172,9 +174,14 @@ def with_min_items(result: ScanResult, min_items: int, prefix: str = "") -> Scan
 
 
 def scan_dataset(
-    paths: str | Path | Sequence[str | Path], *, prefix: str = "", use_cache: bool = True, nc: int | None = None
+    paths: str | Path | Sequence[str | Path],
+    *,
+    prefix: str = "",
+    use_cache: bool = True,
+    nc: int | None = None,
+    is_new: bool = False,
 ) -> ScanResult:
-    """Scan the pictures and labels below paths (folders, list files, pictures).
+    """Scan the pictures and labels below paths (folders, list files, pictures); is_new looks at every file again.
 
     With nc, a class id beyond nc - 1 raises ValueError with file, line and value. Raises ValueError when no picture is
     usable, FileNotFoundError for a path that is not there.
@@ -183,7 +190,8 @@ def scan_dataset(
     listing = list_images(paths)
     notes = ScanNotes(dict(listing.unknown), listing.repeated, network=_network_note(listing.files[0], prefix))
     label_files = _find_labels(listing.files, notes, prefix)
-    scan = FileScan(listing.files, label_files, cache_path(paths, label_files) if use_cache else None, prefix)
+    cache = cache_path(paths, label_files) if use_cache else None
+    scan = FileScan(listing.files, label_files, cache, prefix, is_new=is_new)
     records = scan.run(NETWORK_THREADS if notes.network else min(SCAN_THREADS, os.cpu_count() or 1))
     result = _assemble(listing, label_files, records, notes, [stamp.image_size for stamp in scan.stamps])
     notes.seconds, notes.from_cache = time.perf_counter() - start, scan.remembered
@@ -191,23 +199,50 @@ def scan_dataset(
     if not len(result):
         where = ", ".join(map(str, [paths] if isinstance(paths, (str, Path)) else paths))
         raise ValueError(f"{prefix}none of the {len(listing.files)} pictures in {where} is usable, see the lines above")
+    beyond = None if nc is None else class_beyond(result, nc)
+    if beyond is not None and not beyond.line and scan.remembered:
+        LOGGER.info(
+            f"{prefix}label cache {cache} is not used, all files are scanned again (class {beyond.cls} in it is not in "
+            f"{printable(beyond.path)})"
+        )
+        return scan_dataset(paths, prefix=prefix, nc=nc, is_new=True)
     if nc is not None:
         check_classes(result, nc)
     return result
 
 
+class ClassBeyond(NamedTuple):
+    """A class number that the data file does not declare; line is 0 where the file (now) holds none such."""
+
+    path: str
+    line: int
+    cls: int
+    rows: int  # with such classes in the whole set
+
+
+def class_beyond(result: ScanResult, nc: int) -> ClassBeyond | None:
+    """The first class number beyond nc - 1 of a set, or None."""
+    classes = result.labels.values[:, 0]
+    beyond = np.flatnonzero(classes >= nc)
+    if not len(beyond):
+        return None
+    path = result.label_files[int(np.searchsorted(result.labels.offsets, beyond[0], side="right")) - 1]
+    line, cls = 0, int(classes[beyond[0]])
+    with contextlib.suppress(OSError):
+        label = read_label_file(path)
+        line = next((int(number) for number in label.lines[label.boxes[:, 0] == cls]), 0)
+    return ClassBeyond(path, line, cls, len(beyond))
+
+
 def check_classes(result: ScanResult, nc: int) -> None:
     """Raise ValueError naming file, line and class when a label holds a class id beyond nc - 1."""
-    beyond = np.flatnonzero(result.labels.values[:, 0] >= nc)
-    if not len(beyond):
+    beyond = class_beyond(result, nc)
+    if beyond is None:
         return
-    picture = int(np.searchsorted(result.labels.offsets, beyond[0], side="right")) - 1
-    path = result.label_files[picture]
-    label = read_label_file(path)
-    row = int(np.flatnonzero(label.boxes[:, 0] >= nc)[0])
+    where = f"{beyond.path}, line {beyond.line}" if beyond.line else beyond.path
     raise ValueError(
-        f"{path}, line {label.lines[row]}: class {int(label.boxes[row, 0])}, but the data file declares {nc} classes "
-        f"(0 to {nc - 1}); {len(beyond)} row(s) are affected. Correct the labels, or names and nc in the data file"
+        f"{where}: class {beyond.cls}, but the data file declares {nc} classes "
+        f"(0 to {nc - 1}); {beyond.rows} row(s) are affected. Correct the labels, or names and nc in the data file"
     )
 
 
@@ -266,7 +301,7 @@ def _assemble(
     listing: ImageList, label_files: list[str], records: Sequence[Record], notes: ScanNotes, sizes: Sequence[int]
 ) -> ScanResult:
     """Join the records of the usable pictures into tables and add up the counts."""
-    problems = [Problem(path, 0, f"{LEFT_OUT}: {reason}", "folder cannot be read") for path, reason in listing.left_out]
+    problems = [Problem(path, 0, f"{LEFT_OUT}: {reason}", "cannot be read") for path, reason in listing.left_out]
     usable: list[int] = []
     for index, record in enumerate(records):
         image, label = listing.files[index], label_files[index]

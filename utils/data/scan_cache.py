@@ -2,7 +2,7 @@
 
 An entry holds as long as size and times of change of both the picture and its label file are the same. The file lies
 beside the label folder (`labels/train.scan.cache`), or in the user's cache folder where that cannot be written.
-A file of another format, or a damaged one, is passed over with one line and replaced.
+A file of another format, a damaged one, or one that contradicts itself is passed over with one line and replaced.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from utils.data.filesystem import plain_path
+from utils.data.scan_check import checksum, contradiction
 from utils.data.tables import RowTable, TextTable, offsets_of
 from utils.files import atomic_write
 from utils.log import LOGGER
 
-FORMAT_VERSION = 3  # raise it whenever the rules for pictures or rows change
+FORMAT_VERSION = 4  # raise it whenever the rules for pictures or rows change
 SUFFIX = ".scan.cache"
 NO_FILE, UNREACHABLE = -1, -2  # in place of a size: nothing there, or nothing that can be read
 UNREADABLE = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.EIO)
@@ -115,7 +117,7 @@ class Record:
 def cache_path(paths: str | Path | Sequence[str | Path], label_files: Sequence[str]) -> Path | None:
     """Where the cache of a data set belongs: beside its list file, else beside the folder of its first label file."""
     sources = [paths] if isinstance(paths, (str, Path)) else list(paths)
-    first = Path(os.path.abspath(sources[0]))
+    first = Path(plain_path(sources[0]))
     if first.is_file():
         return first.with_name(first.stem + SUFFIX)
     if not label_files:
@@ -132,15 +134,18 @@ def _user_path(path: Path) -> Path:
 
 
 class ScanCache:
-    """Entries of earlier scans, looked up by picture, label file and stamp; age_s is how long ago they were written."""
+    """Entries of earlier scans, looked up by picture, label file and stamp; age_s is how long ago they were written.
 
-    def __init__(self, path: Path | None, prefix: str = "") -> None:
+    is_new: begin without the entries that are stored, and replace them.
+    """
+
+    def __init__(self, path: Path | None, prefix: str = "", *, is_new: bool = False) -> None:
         self.path, self.prefix = path, prefix
         self.age_s = 0.0
         self._index: dict[str, int] = {}
         self._arrays: dict[str, np.ndarray] = {}
         self._is_told = False
-        if path is not None:
+        if path is not None and not is_new:
             for place in (path, _user_path(path)):
                 if self._load(place):
                     break
@@ -169,16 +174,17 @@ class ScanCache:
         return True
 
     def _take(self, arrays: dict[str, np.ndarray]) -> None:
-        """Check that the arrays belong together and keep them. Raises ValueError or KeyError where they do not."""
-        images, self._labels = _table(arrays, "images"), _table(arrays, "labels")
+        """Check that the arrays can be true and keep them. Raises ValueError or KeyError where they cannot."""
+        reason = contradiction(arrays)
+        images, self._labels = ([], []) if reason else (_table(arrays, "images"), _table(arrays, "labels"))
+        if len(set(images)) != len(images):
+            reason = "it holds a picture twice"
+        if reason or int(arrays["checksum"]) != checksum(arrays):
+            raise ValueError(reason or "its checksum does not fit")
         self._boxes = RowTable(arrays["boxes"], arrays["box_offsets"])
         self._points = RowTable(arrays["points"], arrays["point_offsets"])
         texts = json.loads(arrays["texts"].tobytes().decode("utf-8"))
         self._texts = {int(i): (e, kind, [Remark(*remark) for remark in rest]) for i, (e, kind, rest) in texts.items()}
-        tables = (images, self._labels, self._boxes, self._points, arrays["stamps"], arrays["figures"])
-        rows = len(arrays["point_counts"])
-        if len({len(table) for table in tables}) != 1 or not rows == len(self._boxes.values) == self._boxes.offsets[-1]:
-            raise ValueError("its parts do not belong together")
         self._index = {image: i for i, image in enumerate(images)}
         self._arrays = arrays
 
@@ -265,7 +271,7 @@ def _to_arrays(
         table = TextTable(values)
         arrays[name] = table.blob
         arrays[f"{name}_lengths"] = np.diff(table.offsets)
-    return arrays
+    return {**arrays, "checksum": np.array(checksum(arrays), np.int64)}
 
 
 def _table(arrays: dict[str, np.ndarray], name: str) -> list[str]:

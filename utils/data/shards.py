@@ -96,11 +96,11 @@ class Shard:
         """One of the files."""
         return self.folder / (self.name + suffix)
 
-    def map(self) -> np.ndarray | None:
-        """All pixels as read-only bytes; None where the file is gone."""
+    def map(self) -> mmap.mmap | None:
+        """All pixels, read-only; None where the file is gone."""
         try:
             with open(self.path(PIXELS), "rb") as file:
-                return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError):
             return None
 

@@ -6,7 +6,9 @@ Folders are entered with their sub-folders. A name that exists is taken literall
 from __future__ import annotations
 
 import glob
+import http.client
 import os
+import re
 import shutil
 import tempfile
 import urllib.parse
@@ -21,7 +23,8 @@ from pathlib import Path
 import cv2
 import numpy as np
 
-from utils.data.frames import Frame, Unreadable, VideoFile, to_network
+from utils.data.filesystem import plain_path
+from utils.data.frames import HEAD_BYTES, Frame, Unreadable, VideoFile, is_video_head, to_network
 from utils.data.headers import image_kind
 from utils.data.images import IMAGE_SUFFIXES, imread_bgr
 from utils.data.labels import decode_text, split_lines
@@ -37,6 +40,8 @@ VIDEO_SUFFIXES = frozenset(
     (".asf", ".avi", ".gif", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".ts", ".wmv")  # as upstream
 )
 STREAM_SCHEMES = ("rtsp://", "rtmp://", "http://", "https://")
+VIDEO_PAGES = ("youtube.com", "m.youtube.com", "youtu.be")
+ADDRESS_SIGNS = "%/:=&?~#+!$,;'@()*[]"  # have a meaning in addresses
 DOWNLOAD_TIMEOUT_S = 30
 DECODERS = min(4, os.cpu_count() or 1)  # threads that decode pictures; more would only fill the memory
 
@@ -83,12 +88,18 @@ class Source:
 
     def add_file(self, path: Path, root: Path | None, *, by_content: bool = False) -> None:
         """Take a file up by its suffix or, where that says nothing and ``by_content`` is set, by its first bytes."""
-        suffix = path.suffix.lower()
-        is_video = suffix in VIDEO_SUFFIXES
-        if not is_video and suffix not in IMAGE_SUFFIXES and not (by_content and _holds_picture(path)):
-            self.unknown[suffix] += 1
+        if os.path.exists(path) and not os.path.isfile(path):  # opening a pipe would wait for its writer for ever
+            self.missing.append((str(path), _what_else(path)))
             return
-        self.files.append(MediaFile(path, _below(path, root), is_video))
+        suffix = path.suffix.lower()
+        is_video, is_picture = suffix in VIDEO_SUFFIXES, suffix in IMAGE_SUFFIXES
+        if by_content and not is_video and not is_picture:
+            head = _first_bytes(path)
+            is_video, is_picture = is_video_head(head), bool(image_kind(head))
+        if is_video or is_picture:
+            self.files.append(MediaFile(path, _below(path, root), is_video))
+        else:
+            self.unknown[suffix] += 1
 
     def add_folder(self, folder: Path, root: Path | None) -> None:
         """Take up the files of a folder and its sub-folders, each real folder once, linked folders last."""
@@ -100,8 +111,15 @@ class Source:
             self.add_file(Path(entry.path), root)
 
     def add_address(self, address: str) -> None:
-        """Download a picture or video; everything else behind an address is a stream."""
+        """Download a picture or video; everything else behind an address is a stream.
+
+        Raises:
+            ValueError: the page of a video, which holds neither.
+            ConnectionError: it cannot be downloaded.
+        """
         parts = urllib.parse.urlsplit(address)
+        if (parts.hostname or "").removeprefix("www.") in VIDEO_PAGES:
+            raise ValueError(f"{address} is a web page, not a stream; download its video first: yt-dlp '{address}'")
         name = urllib.parse.unquote(parts.path.rsplit("/", 1)[-1])
         suffix = Path(name).suffix.lower()
         if not parts.scheme.lower().startswith("http") or suffix not in IMAGE_SUFFIXES | VIDEO_SUFFIXES:
@@ -111,12 +129,7 @@ class Source:
             self._downloads = tempfile.TemporaryDirectory(prefix="yolov9-detect-")
         folder = Path(tempfile.mkdtemp(dir=self._downloads.name))  # two addresses may end in one name
         target = folder / name.replace("/", "_").replace("\\", "_")
-        LOGGER.info(f"downloading {without_password(address)}")
-        try:
-            with urllib.request.urlopen(address, timeout=DOWNLOAD_TIMEOUT_S) as answer, open(target, "wb") as handle:
-                shutil.copyfileobj(answer, handle)
-        except OSError as error:
-            raise ConnectionError(f"{without_password(address)} cannot be downloaded: {error}") from error
+        _download(address, target)
         self.add_file(target, folder)
 
     def arrange(self) -> None:
@@ -152,6 +165,19 @@ def resolve_source(source: str | Path | Sequence[str | Path]) -> Source:
     return result
 
 
+def _download(address: str, target: Path) -> None:
+    LOGGER.info(f"downloading {without_password(address)}")
+    plain = urllib.parse.quote(address, safe=ADDRESS_SIGNS)  # blanks and letters of any script, as a person types them
+    try:
+        with urllib.request.urlopen(plain, timeout=DOWNLOAD_TIMEOUT_S) as answer, open(target, "wb") as handle:
+            shutil.copyfileobj(answer, handle)
+            missing = int(answer.headers.get("Content-Length") or 0) - handle.tell()
+        if missing > 0:
+            raise ConnectionError(f"the connection broke {missing} bytes before the end")
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise ConnectionError(f"{without_password(address)} cannot be downloaded: {error}") from error
+
+
 def _resolve_one(text: str, result: Source) -> None:
     path = Path(text)
     if text and os.path.lexists(path):
@@ -172,7 +198,7 @@ def _resolve_one(text: str, result: Source) -> None:
 def _add_existing(path: Path, result: Source) -> None:
     if path.is_dir():
         result.add_folder(path, path)
-    elif path.suffix.lower() == ".txt":
+    elif path.suffix.lower() == ".txt" and os.path.isfile(path):
         _add_list(path, result)
     else:
         result.add_file(path, path.parent, by_content=True)
@@ -205,18 +231,26 @@ def _add_list(path: Path, result: Source) -> None:
         if place is not None and place.is_dir():
             result.add_folder(place, path.parent)
         elif place is not None:
-            result.add_file(Path(os.path.normpath(place)), path.parent, by_content=True)
+            result.add_file(Path(plain_path(place)), path.parent, by_content=True)
         elif line.isdecimal():
             result.streams.append(line)
         elif line.lower().startswith(STREAM_SCHEMES):
-            result.add_address(line)
+            try:
+                result.add_address(line)
+            except (ConnectionError, ValueError) as error:
+                result.missing.append((without_password(line), str(error)))
         else:
             result.missing.append((line, f"named in {path} but not found (looked for {places[0].absolute()})"))
 
 
 def _refuse_empty(source: str, result: Source) -> None:
+    if len(result.missing) > 1 or result.unknown:
+        result.report()
+    if result.missing:
+        name, reason = result.missing[0]
+        others = f" (and {len(result.missing) - 1} more, see above)" if len(result.missing) > 1 else ""
+        raise ValueError(f"--source '{source}' holds nothing that can be read: {name}: {reason}{others}")
     suffixes = " ".join(sorted(suffix[1:] for suffix in IMAGE_SUFFIXES | VIDEO_SUFFIXES))
-    result.report()
     raise ValueError(f"--source '{source}' holds no picture or video; looked for the suffixes {suffixes}")
 
 
@@ -229,19 +263,30 @@ def _below(path: Path, root: Path | None) -> Path:
     return relative if relative is not None and relative.name else Path(path.name)
 
 
-def _holds_picture(path: Path) -> bool:
+def _first_bytes(path: Path) -> bytes:
     try:
         with open(path, "rb") as handle:
-            return bool(image_kind(handle.read(64)))
+            return handle.read(HEAD_BYTES)
     except OSError:
-        return False
+        return b""
+
+
+def _what_else(path: Path) -> str:
+    """Return what a thing is that is neither a file nor a folder."""
+    camera = re.fullmatch(r"/dev/video(\d+)", str(path))
+    return f"a camera; type --source {camera[1]}" if camera else "a pipe, socket or device, not a file"
 
 
 def read_frames(files: Sequence[MediaFile], vid_stride: int = 1, *, decoders: int = 0) -> Iterator[Frame | Unreadable]:
     """Yield the frames of all files in order; a file that cannot be read gives one ``Unreadable`` instead.
 
     With ``decoders`` that many threads decode pictures ahead.
+
+    Raises:
+        ValueError: a stride below 1.
     """
+    if vid_stride < 1:
+        raise ValueError(f"vid_stride {vid_stride}: should be at least 1")
     for is_video, numbered in groupby(enumerate(files), key=lambda pair: pair[1].is_video):
         if is_video:
             for item, file in numbered:

@@ -11,8 +11,11 @@ from pathlib import Path
 
 import yaml
 
+from utils.data.filesystem import plain_path
+from utils.data.listing import entry_hint
 from utils.files import REPO_ROOT, find_file
 from utils.log import LOGGER
+from utils.yaml_keys import refuse_repeated_keys
 
 SPLITS = ("train", "val", "test")
 NULL_WORDS = ("~", "null", "Null", "NULL")  # YAML's ways to write nothing
@@ -43,7 +46,7 @@ class DataSpec:
         paths = getattr(self, name)
         if not paths:
             detail = _tried_text(self.tried[name]) if self.tried.get(name) else f"there is no entry '{name}:'"
-            hint = _pattern_hint(self.tried.get(name, []))
+            hint = _place_hint(self.tried.get(name, []))
             raise FileNotFoundError(f"{self.yaml_file}: no '{name}' pictures: {detail}{hint}")
         return paths
 
@@ -73,7 +76,7 @@ def load_data_spec(path: str | Path) -> DataSpec:
             hint = " (download entries are not carried out)" if content.get("download") else ""
             places = _tried_text(tried[split])
             raise FileNotFoundError(
-                f"{yaml_file}: '{split}: {content[split]}' was not found{hint}; {places}{_pattern_hint(tried[split])}"
+                f"{yaml_file}: '{split}: {content[split]}' was not found{hint}; {places}{_place_hint(tried[split])}"
             )
     root = next((base for base in bases if base.exists()), bases[0])
     return DataSpec(path=root, **found, nc=len(names), names=names, yaml_file=yaml_file, tried=tried)
@@ -94,13 +97,15 @@ def _read_plain(yaml_file: Path) -> dict[str, object]:
     except UnicodeDecodeError as error:
         raise ValueError(f"{yaml_file}: is not UTF-8 text ({error}); save it as UTF-8") from error
     try:
+        refuse_repeated_keys(text, yaml_file)
         content = yaml.load(text, Loader=yaml.BaseLoader)  # builds text, lists and dictionaries only
     except yaml.YAMLError as error:
         raise ValueError(f"{yaml_file}: is no valid YAML: {error}") from error
+    except RecursionError:
+        raise ValueError(f"{yaml_file}: lists or mappings are nested too deep; is it a data file?") from None
     if not isinstance(content, Mapping):
-        raise ValueError(
-            f"{yaml_file}: expected 'key: value' entries (train, val, names), found {type(content).__name__}"
-        )
+        found = type(content).__name__ if content else "nothing"
+        raise ValueError(f"{yaml_file}: expected 'key: value' entries (train, val, names), found {found}")
     return {key: "" if value in NULL_WORDS else value for key, value in content.items()}
 
 
@@ -172,19 +177,17 @@ def _resolve_split(value: object, bases: list[Path], yaml_file: Path, split: str
 def _places(base: Path, entry: str) -> list[Path]:
     """Where one entry may lie below a base; exporters write '../train/images' though the folder is beside the file."""
     text = str(Path(entry).expanduser())
-    places = [Path(_normal(base / text))]
+    places = [Path(plain_path(base / text))]
     if entry.startswith("../"):
-        places.append(Path(_normal(base / entry[3:])))
+        places.append(Path(plain_path(base / entry[3:])))
     return places
 
 
-def _normal(path: Path) -> str:
-    """Absolute text of a path without '..', links left as they are unless '..' needs them resolved."""
-    return str(path.resolve() if ".." in path.parts else path.absolute())
-
-
-def _pattern_hint(places: list[Path]) -> str:
-    """What to write instead of a pattern; nothing for plain paths."""
+def _place_hint(places: list[Path]) -> str:
+    """What to write instead of a pattern and of other usual slips; nothing for plain paths."""
+    slip = next((hint for place in places if (hint := entry_hint(str(place)))), "")
+    if slip:
+        return f"; {slip}"
     if not any(set("*?[") & set(place.name) or "*" in str(place) for place in places):
         return ""
     return (

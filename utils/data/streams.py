@@ -118,6 +118,8 @@ class LoadStreams:
     ) -> None:
         if transforms is not None:
             raise ValueError("LoadStreams: transforms are not supported, pass None")
+        if vid_stride < 1:
+            raise ValueError(f"vid_stride {vid_stride}: should be at least 1")
         self.img_size, self.stride, self.auto, self.vid_stride = img_size, stride, auto, vid_stride
         self.sources = [sources] if isinstance(sources, str) else list(sources)
         self._open, self._pause_s, self._tries = open_source, pause_s, tries
@@ -131,7 +133,11 @@ class LoadStreams:
         if not any(stream.is_opened for stream in self._streams):
             self.close()
             shown = ", ".join(stream.shown for stream in self._streams)
-            raise ConnectionError(f"no stream could be opened: {shown}; check address, network and that it is sending")
+            is_camera = all(stream.address.isdecimal() for stream in self._streams)
+            cause = "check address, network and that it is sending"
+            if is_camera:
+                cause = "check that the camera is plugged in, not in use and of this number (Linux: ls /dev/video*)"
+            raise ConnectionError(f"no stream could be opened: {shown}; {cause}")
 
     def __len__(self) -> int:
         return len(self.sources)
@@ -177,10 +183,12 @@ class LoadStreams:
         while not self._stop.is_set():
             frames, is_finished = self._read_once(stream)
             failed = 0 if frames else failed + 1
-            if is_finished or failed > self._tries:
+            if is_finished or failed > self._tries or self._stop.is_set():
                 break
             pause_s = pause_before(max(failed, 1), self._pause_s)
-            LOGGER.warning(f"stream {stream.shown}: no frames, trying again in {pause_s:g} s")
+            LOGGER.warning(
+                f"stream {stream.shown}: no {'more ' if frames else ''}frames, trying again in {pause_s:g} s"
+            )
             if self._stop.wait(pause_s):
                 break
         with self._news:

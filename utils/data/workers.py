@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import multiprocessing
 import multiprocessing.connection
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from types import FrameType
 
 from utils.data.batching import Failure
-from utils.data.memory import keep_freed_memory
+from utils.data.cache_folder import CutFile
+from utils.data.listing import printable
+from utils.data.memory import keep_freed_memory, size_text
 from utils.data.shared_memory import memory_figures
 from utils.data.stall import StallWatch
+from utils.log import LOGGER
 from utils.runtime import worker_limit_threads
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 BUS_ERROR = getattr(signal, "SIGBUS", None)  # missing on Windows, like SIGKILL and SIGCHLD
 CHILD_SIGNAL = getattr(signal, "SIGCHLD", None)
 DEATH_WAIT_S = 1.0
+END_GRACE_S = 5.0  # that loader processes get to end by themselves; a stopped one would take for ever
 SHARED_MEMORY_ADVICE = "give the container more shared memory (--shm-size=8g or --ipc=host), or use fewer --workers"
 
 
@@ -67,9 +73,13 @@ class WorkerWatch:
     writing a checkpoint. Here it comes out of the loader only.
     """
 
-    def __init__(self, stall: StallWatch | None = None) -> None:
+    def __init__(
+        self, stall: StallWatch | None = None, cut_files: Callable[[], Sequence[CutFile]] | None = None
+    ) -> None:
+        """cut_files tells which files of prepared pictures are too short: reading those is a bus error."""
         self.processes: Sequence[BaseProcess] = ()
-        self.stall = stall
+        self.stall, self._cut_files = stall, cut_files or list
+        self._owner = os.getpid()
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
@@ -81,6 +91,29 @@ class WorkerWatch:
         finally:
             _set_child_handler(handler)
         self.processes = [child for child in multiprocessing.active_children() if child not in before]
+        _STARTED.extend((os.getpid(), process) for process in self.processes)
+        atexit.unregister(_end_all)  # the last one registered is the first one called: before those that only wait
+        atexit.register(_end_all)
+
+    @contextlib.contextmanager
+    def ending(self) -> Iterator[None]:
+        """Let the processes be ended inside, which waits for them; those that outlive the grace are killed."""
+        processes, self.processes = self.processes, ()
+        _STARTED[:] = [(owner, process) for owner, process in _STARTED if process not in processes]
+        if not processes or os.getpid() != self._owner:  # the copy in a forked process ends nothing
+            yield
+            self.close()
+            return
+        killer = threading.Timer(END_GRACE_S, kill_living, (processes,))
+        killer.daemon = True
+        killer.start()
+        try:
+            yield
+        finally:
+            killer.cancel()
+            killer.join()
+            kill_living(processes)
+            self.close()
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -125,12 +158,42 @@ class WorkerWatch:
     def _check(self, cause: BaseException | None = None) -> None:
         for process in self.processes:
             if process.exitcode is not None:
+                cut = self._cut_files() if is_bus_error(process.exitcode) else ()
                 raise LoaderError(
-                    death_message(process.pid or 0, process.exitcode, len(self.processes), self._living())
+                    death_message(process.pid or 0, process.exitcode, len(self.processes), self._living(), cut)
                 ) from cause
 
     def _living(self) -> list[int]:
         return [process.pid for process in self.processes if process.pid and process.exitcode is None]
+
+
+_STARTED: list[tuple[int, BaseProcess]] = []  # loader processes, each with the process that started it
+
+
+def _end_all() -> None:
+    """End the processes of loaders that were not closed: at its exit Python would wait for stopped ones for ever."""
+    processes = [process for owner, process in _STARTED if owner == os.getpid() and process.is_alive()]
+    for process in processes:
+        process.terminate()
+    deadline = time.monotonic() + END_GRACE_S
+    for process in processes:
+        process.join(max(deadline - time.monotonic(), 0.0))
+    kill_living(processes)
+
+
+def kill_living(processes: Sequence[BaseProcess]) -> None:
+    """Kill the processes that still run, also stopped ones, and say how many there were."""
+    sentinels = [process.sentinel for process in processes]
+    ended = set(multiprocessing.connection.wait(sentinels, timeout=0) if sentinels else ())
+    living = [process for process in processes if process.sentinel not in ended]
+    for process in living:
+        process.kill()
+    if living:
+        multiprocessing.connection.wait([process.sentinel for process in living], timeout=DEATH_WAIT_S)
+        LOGGER.warning(
+            f"{len(living)} loader process(es) did not end within {END_GRACE_S:g} s (stopped, waiting for a disk, or "
+            f"too busy) and were killed: {', '.join(str(process.pid) for process in living)}"
+        )
 
 
 def _child_handler() -> object:
@@ -149,8 +212,18 @@ def _set_child_handler(handler: object) -> None:
         signal.signal(CHILD_SIGNAL, handler)  # type: ignore[arg-type]
 
 
-def death_message(pid: int, exit_code: int, workers: int, living: Sequence[int] = ()) -> str:
-    """Why a loader process ended and what to type next; a negative exit code is the number of a signal."""
+def is_bus_error(exit_code: int) -> bool:
+    """Whether a process ended by reading memory whose file or shared memory was not there."""
+    return BUS_ERROR is not None and exit_code == -BUS_ERROR
+
+
+def death_message(
+    pid: int, exit_code: int, workers: int, living: Sequence[int] = (), cut_files: Sequence[CutFile] = ()
+) -> str:
+    """Why a loader process ended and what to type next; a negative exit code is the number of a signal.
+
+    cut_files: files of prepared pictures that are too short.
+    """
     fewer = f"--workers {workers // 2} instead of {workers}"
     figures = memory_figures(living)
     start = f"a loader process (pid {pid}) has died: "
@@ -159,7 +232,14 @@ def death_message(pid: int, exit_code: int, workers: int, living: Sequence[int] 
             f"{start}it was killed from outside (SIGKILL), which is what the system does when main memory runs out. "
             f"Now: {figures}. Take {fewer}, leave --cache out, or use a smaller --batch"
         )
-    if BUS_ERROR is not None and exit_code == -BUS_ERROR:
+    if cut_files:
+        cut = cut_files[0]
+        return printable(
+            f"{start}bus error, {cut.path} has {size_text(cut.size)} instead of {size_text(cut.needed)}: a file of "
+            "prepared pictures was cut while it was in use, by another program or by the disk. To go on: delete "
+            f"{cut.path.parent} while no run uses it, it is made anew; or leave {cut.option} out"
+        )
+    if is_bus_error(exit_code):
         return f"{start}bus error, shared memory is full. Now: {figures}. To go on: {SHARED_MEMORY_ADVICE}"
     if exit_code < 0:
         with contextlib.suppress(ValueError):

@@ -176,7 +176,7 @@ class Trainer:
         write_yaml(self.save_dir / "hyp.yaml", self.hyp.to_dict())
         self.recorded_options = {
             **self.options.to_dict(),
-            "data": str(self.spec.yaml_file.resolve()),  # so that --resume works from any folder
+            "data": str(self.spec.yaml_file),  # so that --resume works from any folder
             "batch_size": self.batch_size,
             "save_dir": str(self.save_dir),
         }
