@@ -91,6 +91,9 @@ def test_reason_of_another_image_size_is_the_true_one(
     monkeypatch.setattr(runtime.LOGGER, "info", lines.append)
     check_img_size(side, 32, floor=floor)
     assert bool(lines) == bool(said) and said in "".join(lines)
+    lines.clear()
+    check_img_size([side, side], 32, floor=floor)
+    assert len(lines) == bool(said)  # not once for the height and once more for the width
 
 
 def test_autocast_is_off_without_a_type() -> None:

@@ -8,7 +8,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
@@ -26,8 +26,14 @@ class _BarSafeHandler(logging.Handler):
         if stream is None:
             return
         with contextlib.suppress(OSError, ValueError):
-            tqdm.write(self.format(record), file=stream)
+            tqdm.write(writable(self.format(record), stream), file=stream)
             stream.flush()
+
+
+def writable(text: str, stream: TextIO) -> str:
+    """Return ``text`` with what the stream's encoding has no sign for (a file's name, say) as ``\\u4e2d``."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 class _PrefixFormatter(logging.Formatter):

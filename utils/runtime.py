@@ -106,7 +106,8 @@ def synchronise(device: torch.device) -> None:
 def check_img_size(imgsz: int | list[int], stride: int = 32, floor: int = 0, *, quiet: bool = False) -> int | list[int]:
     """Round each side up to a multiple of ``stride``, at least ``floor``, and say so when that changes something."""
     if isinstance(imgsz, (list, tuple)):
-        return [check_img_size(side, stride, floor, quiet=quiet) for side in imgsz]  # type: ignore[misc]
+        used = {side: check_img_size(side, stride, floor, quiet=quiet) for side in set(imgsz)}
+        return [used[side] for side in imgsz]  # type: ignore[misc]
     rounded = math.ceil(imgsz / stride) * stride
     reason = f"is no multiple of the stride {stride}"
     if rounded < floor:
