@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from utils.threads import Overlap, ordered_map
+from utils.threads import Overlap, interrupts_wait, ordered_map
 
 
 def test_links_keep_the_order() -> None:
@@ -88,3 +89,49 @@ def test_an_error_in_a_map_arrives_in_its_place() -> None:
         assert [next(results) for _ in range(3)] == [0, 0, 1]
         with pytest.raises(ZeroDivisionError):
             next(results)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_waits_for_the_end_of_what_belongs_together(number: int) -> None:
+    before = signal.signal(number, signal.default_int_handler)
+    done = []
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            with interrupts_wait():
+                signal.raise_signal(number)
+                done.append("first half")
+                done.append("second half")
+            done.append("not reached")
+        assert done == ["first half", "second half"]
+        assert signal.getsignal(number) is signal.default_int_handler
+        with pytest.raises(KeyboardInterrupt), interrupts_wait():
+            signal.raise_signal(number)
+            signal.raise_signal(number)
+            done.append("a second one does not wait")
+        assert len(done) == 2 and signal.getsignal(number) is signal.default_int_handler
+    finally:
+        signal.signal(number, before)
+
+
+def test_an_error_is_not_hidden_by_an_interrupt_that_waits() -> None:
+    with pytest.raises(ZeroDivisionError), interrupts_wait():
+        signal.raise_signal(signal.SIGINT)
+        raise ZeroDivisionError
+
+
+def test_ignored_interrupts_stay_ignored_and_other_threads_are_left_alone() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with interrupts_wait():
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with ThreadPoolExecutor(1) as pool, interrupts_wait():
+        held = signal.getsignal(signal.SIGINT)
+
+        def in_another_thread() -> bool:
+            with interrupts_wait():
+                return signal.getsignal(signal.SIGINT) is held
+
+        assert pool.submit(in_another_thread).result()

@@ -1,13 +1,19 @@
-"""Work that overlaps: items read ahead in a thread, and a function spread over threads, both in order and bounded."""
+"""Work that overlaps: items read ahead in a thread, and a function spread over threads, both in order and bounded.
+
+And work that Ctrl+C must not tear apart.
+"""
 
 from __future__ import annotations
 
 import queue
+import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import TypeVar
 
 Item = TypeVar("Item")
@@ -115,3 +121,38 @@ def ordered_map(
     finally:
         for future in running:
             future.cancel()
+
+
+@contextmanager
+def interrupts_wait() -> Iterator[None]:
+    """Let Ctrl+C, and SIGTERM where it is handled, wait until the block has ended; a second one does not wait.
+
+    Example: what belongs together is written together, or not at all::
+
+        with interrupts_wait():
+            table.add(row)
+            video.write(frame)
+
+    Signals arrive in the main thread only, so in other threads this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
+    arrived: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        arrived.append(number)
+        if len(arrived) > 1:
+            handlers[number](number, frame)
+
+    for number in handlers:
+        signal.signal(number, note)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    if arrived:
+        handlers[arrived[0]](arrived[0], None)

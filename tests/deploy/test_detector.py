@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -24,6 +25,7 @@ from utils.deploy.detector import DetectionSummary, Detector
 from utils.deploy.display import count_text, display_problem
 from utils.deploy.exporter import export
 from utils.deploy.pipeline import line_width
+from utils.deploy.writers import RunWriter
 from utils.options import DetectOptions, ExportOptions
 
 REPO_ROOT = Path(detector_module.__file__).resolve().parents[2]
@@ -111,11 +113,47 @@ def test_options_reach_the_suppression(tmp_path: Path) -> None:
         classes(classes=[7])
 
 
+def test_a_folder_that_cannot_be_made_is_told_with_what_to_type(tmp_path: Path) -> None:
+    write_picture(tmp_path / "a.png")
+    with pytest.raises(OSError, match=r"folder .*a\.png/runs/exp for the results cannot be made: .*another --project"):
+        detect(tmp_path, tmp_path / "a.png", project=str(tmp_path / "a.png" / "runs"))
+
+
 def test_nosave_writes_the_table_only(tmp_path: Path) -> None:
     write_picture(tmp_path / "in" / "a.png")
     write_video(tmp_path / "in" / "b.mp4", 2)
     summary = detect(tmp_path, tmp_path / "in", nosave=True)
     assert files_of(summary.save_dir) == ["results.txt"] and len(table_of(summary.save_dir)) == 3
+
+
+@pytest.mark.parametrize("option", ["save_conf", "save_empty"])
+def test_options_of_label_files_are_told_to_do_nothing_without_them(
+    tmp_path: Path, lines: list[str], option: str
+) -> None:
+    write_picture(tmp_path / "a.png")
+    warning = f"--{option.replace('_', '-')} has no effect without --save-txt"
+    detect(tmp_path, tmp_path / "a.png", save_txt=True, **{option: True})
+    assert warning not in lines
+    detect(tmp_path, tmp_path / "a.png", **{option: True})
+    assert warning in lines
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such names there")
+def test_a_name_of_several_lines_stays_on_one(tmp_path: Path, lines: list[str]) -> None:
+    write_picture(tmp_path / "in" / "a\nERROR: b.png")
+    (tmp_path / "in" / "c\nd.png").write_bytes(b"")
+    summary = detect(tmp_path, tmp_path / "in")
+    assert summary.frames == 1 and (summary.save_dir / "a\nERROR: b.png").is_file()
+    assert any("a ERROR: b.png: 64x96 1 red" in line for line in lines)
+    assert any("c d.png: empty file" in line for line in lines)
+    assert not any("\n" in line for line in lines if ".png" in line)
+
+
+def test_thickness_of_lines_has_a_limit(tmp_path: Path) -> None:
+    write_picture(tmp_path / "a.png")
+    assert detect(tmp_path, tmp_path / "a.png", line_thickness=255).detections == 1
+    with pytest.raises(ValueError, match="--line-thickness 256: should be at most 255"):
+        DetectOptions(line_thickness=256)
 
 
 def test_hidden_labels_change_the_drawing(tmp_path: Path) -> None:
@@ -320,6 +358,47 @@ def test_interrupted_run_leaves_complete_files(tmp_path: Path, lines: list[str])
     assert summary.is_interrupted and summary.exit_code == 130
     assert len(read_video(summary.save_dir / "v.mp4")[0]) == 3 and len(table_of(summary.save_dir)) == 3
     assert files_of(summary.save_dir) == ["results.txt", "v.mp4"]
+
+
+def test_interrupt_in_the_middle_of_a_frame_leaves_no_half_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tables and label files come before the frame of the video; all of them hold the same frames."""
+    write_labels = RunWriter._write_labels
+
+    def interrupted(self: RunWriter, item: int, frame: int, *rest: object) -> None:
+        if frame == 3:
+            signal.raise_signal(signal.SIGINT)
+        write_labels(self, item, frame, *rest)
+
+    monkeypatch.setattr(RunWriter, "_write_labels", interrupted)
+    write_video(tmp_path / "v.mp4", 10)
+    summary = detect(tmp_path, tmp_path / "v.mp4", save_txt=True)
+    assert summary.exit_code == 130 and (summary.frames, summary.detections) == (3, 3)
+    assert [row[1] for row in table_of(summary.save_dir)] == ["1", "2", "3"]
+    assert len(read_video(summary.save_dir / "v.mp4")[0]) == 3
+    assert sorted(path.name for path in (summary.save_dir / "labels").iterdir()) == [f"v_{n}.txt" for n in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate memory")],
+    ids=["gpu", "cpu"],
+)
+def test_too_little_memory_is_told_with_what_to_change(tmp_path: Path, error: Exception, batch_size: int) -> None:
+    class Large(ColourBackend):
+        def __call__(self, images: torch.Tensor, augment: bool = False) -> torch.Tensor:
+            raise error
+
+    write_video(tmp_path / "v.mp4", 5)
+    smaller = "--imgsz" if batch_size == 1 else "--batch-size"
+    wanted = rf"out of memory for {batch_size} picture\(s\) of 64 x 96; choose a smaller {smaller}"
+    with pytest.raises(MemoryError, match=wanted):
+        detect(tmp_path, tmp_path / "v.mp4", batch_size, Large())
+    error = RuntimeError("shapes differ")
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        detect(tmp_path, tmp_path / "v.mp4", batch_size, Large())
 
 
 def test_failing_model_leaves_complete_files(tmp_path: Path) -> None:

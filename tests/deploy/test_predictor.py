@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from tests.deploy.fakes import BOX, ColourBackend, picture, write_picture, write_video
 from utils.deploy.detector import Detector
@@ -50,8 +51,9 @@ def test_an_array_is_neither_changed_nor_kept(detector: Predictor) -> None:
     assert np.array_equal(image, before) and not np.shares_memory(found.boxes, image)
 
 
-def test_grey_pictures_are_taken(detector: Predictor) -> None:
-    assert len(detector(np.full((64, 96), 200, np.uint8))) == 0
+@pytest.mark.parametrize("shape", [(64, 96), (64, 96, 1)])
+def test_grey_pictures_are_taken(detector: Predictor, shape: tuple[int, ...]) -> None:
+    assert len(detector(np.full(shape, 200, np.uint8))) == 0
 
 
 @pytest.mark.parametrize(
@@ -60,6 +62,26 @@ def test_grey_pictures_are_taken(detector: Predictor) -> None:
 def test_other_things_are_refused_by_name(detector: Predictor, image: object) -> None:
     with pytest.raises(ValueError, match="a picture is a path or a uint8 array"):
         detector([image])
+
+
+@pytest.mark.parametrize("image", [None, 7, b"a.jpg", {"a.jpg": 1}, Image.new("RGB", (4, 4)), np.uint8(3)])
+def test_single_things_are_refused_by_their_type(detector: Predictor, image: object) -> None:
+    with pytest.raises(ValueError, match=f"a picture is a path or a uint8 array .*, not .*{type(image).__name__}"):
+        detector(image)
+
+
+def test_a_pil_image_is_refused_with_the_way_to_turn_it(detector: Predictor) -> None:
+    image = Image.fromarray(picture()[..., ::-1].copy())
+    with pytest.raises(ValueError, match=r"np\.asarray\(image\.convert\('RGB'\)\)\[\.\.\., ::-1\]"):
+        detector(image)
+    (red,) = detector(np.asarray(image.convert("RGB"))[..., ::-1]).names
+    assert red == "red"
+
+
+def test_folders_and_videos_are_left_to_stream(detector: Predictor, tmp_path: Path) -> None:
+    for path in (tmp_path, write_video(tmp_path / "v.mp4", 1)):
+        with pytest.raises(ValueError, match=r"is no picture; stream\('.*'\) takes folders and videos"):
+            detector(path)
 
 
 def test_unreadable_files_raise(detector: Predictor, tmp_path: Path) -> None:
@@ -99,7 +121,11 @@ def test_results_are_those_of_the_command(tmp_path: Path, slicing: dict[str, int
 def test_options_are_those_of_the_command() -> None:
     assert len(Predictor(ColourBackend(), imgsz=96, classes=[1])(picture(green=True))) == 1
     assert len(Predictor(ColourBackend(), imgsz=96, conf_thres=0.85)(picture(green=True))) == 1
-    with pytest.raises(TypeError):
-        Predictor(ColourBackend(), confidence=0.5)
+    assert len(Predictor(ColourBackend(), imgsz=96, classes=1)(picture(green=True))) == 1
+    for name in ("confidence", "save_txt", "line_thickness"):
+        with pytest.raises(TypeError, match=f"{name} has no effect here; options are agnostic_nms, .*conf_thres"):
+            Predictor(ColourBackend(), **{name: 1})
+    with pytest.raises(TypeError, match="weights None: expected a file such as best.pt, or a loaded model"):
+        Predictor(None)
     with pytest.raises(ValueError, match="--classes 9"):
         Predictor(ColourBackend(), classes=[9])

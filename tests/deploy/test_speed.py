@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
+from utils.deploy import speed
 from utils.deploy.speed import STEPS, StepClock
 
 
@@ -34,17 +36,18 @@ def test_overlapped_steps_exceed_the_whole_and_the_longest_is_named() -> None:
     assert "10.0 img/s, 100.00 ms per image" in text and "warm-up" not in text
 
 
-def test_only_the_work_of_a_step_is_counted() -> None:
-    clock = StepClock()
+def test_only_the_work_of_a_step_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, now = StepClock(warmup_s=5.0), [100.0]
+    monkeypatch.setattr(speed, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
-    def slow():
+    def slow() -> Iterator[int]:
         for _ in range(3):
-            time.sleep(0.01)
+            now[0] += 10
             yield 0
 
     with clock.whole():
         for _ in clock.timed_items("read", slow()):
             with clock.timed("draw"):
-                time.sleep(0.02)
-    assert 0.03 <= clock.seconds["read"] < 0.06 <= clock.seconds["draw"]
-    assert clock.wall_s >= clock.seconds["read"] + clock.seconds["draw"]
+                now[0] += 20
+            now[0] += 1
+    assert (clock.seconds["read"], clock.seconds["draw"], clock.wall_s) == (30, 60, 88)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -76,3 +77,16 @@ def test_foreign_lines_are_passed_over(tmp_path: Path) -> None:
         "# head\nfree text\na\t0\tx\tred\t0.5\t1\t2\t3\t4\na\t0\t1\tred\t0.5\t1\t2\t3\t4\n"
     )
     assert [row.number for row in read_results(tmp_path / "results.txt")] == [1]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device here that is always full")
+@pytest.mark.parametrize("name", ["results.txt", "detections.csv", "detections.json"])
+def test_a_full_disk_is_told_with_the_file_and_closes_all(tmp_path: Path, name: str) -> None:
+    """``/dev/full`` refuses every byte like a full disk; an error of that kind tells no file by itself."""
+    (tmp_path / name).symlink_to("/dev/full")
+    tables = Tables(tmp_path, save_csv=True, save_json=True)
+    wanted = f"^{tmp_path / name} could not be written: No space left on device; make room"
+    for call in (lambda: tables.add([FIRST]), tables.close):
+        with pytest.raises(OSError, match=wanted):
+            call()
+    assert all(handle.closed for handle in tables._handles())

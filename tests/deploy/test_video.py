@@ -139,3 +139,16 @@ def test_frames_of_another_size_are_scaled(tmp_path: Path, codec: Codec) -> None
     writer.write(picture(192, 128)[::2, ::2])  # not one piece of memory
     writer.release()
     assert [image.shape for image in read_video(tmp_path / "a.mp4")[0]] == [(64, 96, 3)] * 4
+
+
+@pytest.mark.parametrize("kept", [0, 0.5, 0.99])
+def test_a_video_cut_by_a_full_disk_is_told_and_gets_no_name(tmp_path: Path, kept: float) -> None:
+    """OpenCV's writer goes on without a word when the disk is full, and the index at the end of the file is lost."""
+    writer = OpenCvWriter(tmp_path / "a.mp4", 25, 96, 64)
+    for image in frames_of(96, 64):
+        writer.write(image)
+    writer._writer.release()
+    os.truncate(writer._partial, int(kept * writer._partial.stat().st_size))
+    with pytest.raises(OSError, match=r"a\.mp4: the video was not written; make room"):
+        writer.release()
+    assert list(tmp_path.iterdir()) == []

@@ -277,3 +277,11 @@ def test_frame_size_of_other_files_is_left_alone(tmp_path: Path) -> None:
     before = video.read_bytes()
     assert not set_frame_size(video, 5, 5)
     assert video.read_bytes() == before
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with make_writer(tmp_path, "a.png", save_txt=True) as writer:
+        (tmp_path / "labels" / "a.txt").mkdir()
+        with pytest.raises(OSError, match=r"labels/a\.txt could not be written: Is a directory; choose another --name"):
+            writer.write(0, 0, picture(), None, ROWS, 0)
+    assert [path.name for path in (tmp_path / "labels").iterdir()] == ["a.txt"]

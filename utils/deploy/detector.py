@@ -46,6 +46,9 @@ class Detector:
             raise ValueError(f"batch size {self.batch_size}: should be at least 1")
         if options.view_img and (problem := display_problem()):
             raise ValueError(f"--view-img: {problem}; leave it out and look at the written files")
+        for name in ("save_conf", "save_empty"):
+            if getattr(options, name) and not options.save_txt:
+                LOGGER.warning(f"--{name.replace('_', '-')} has no effect without --save-txt")
         self.options = options
         self._model = model
 
@@ -125,6 +128,7 @@ class Detector:
 
         Raises:
             ValueError: the folder is that of the source, or holds label files that no run wrote.
+            OSError: it cannot be made.
         """
         options = self.options
         folder = increment_path(Path(options.project) / options.name, exist_ok=options.exist_ok)
@@ -135,4 +139,10 @@ class Detector:
                     raise ValueError(f"--exist-ok: the result would replace its own source {file.path}; {remedy}")
             if options.save_txt and (folder / "labels").is_dir() and not (folder / RESULTS_NAME).exists():
                 raise ValueError(f"--exist-ok: {folder}/labels is not from a run of detection; {remedy}")
-        return increment_path(folder, exist_ok=options.exist_ok, mkdir=True)
+        try:
+            return increment_path(folder, exist_ok=options.exist_ok, mkdir=True)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise OSError(
+                f"folder {folder} for the results cannot be made: {reason}; choose another --project"
+            ) from error

@@ -105,7 +105,7 @@ class Engine:
         """Letterbox the views and copy them to the device."""
         for batch in batches:
             if isinstance(batch, Batch):
-                with self.clock.timed("pre-process"), self._lane(0, None):
+                with memory_advice(batch), self.clock.timed("pre-process"), self._lane(0, None):
                     batch.images = self._stacked(batch).to(self.model.device, non_blocking=True)
                     batch.is_ready = self._mark(0)
             yield batch
@@ -117,7 +117,7 @@ class Engine:
                 if not self._is_warm:
                     self._warm_up(batch)
                 started = time.perf_counter()
-                with self._lane(1, batch.is_ready, batch.images):
+                with memory_advice(batch), self._lane(1, batch.is_ready, batch.images):
                     batch.began = self._mark(1, timing=True)
                     images = as_network_input(batch.images)
                     if self.on_images is not None:
@@ -135,7 +135,7 @@ class Engine:
                 if batch.is_ready is not None:
                     batch.is_ready.synchronize()
                     self._count_network(batch, batch.began.elapsed_time(batch.is_ready) / 1000)
-                with self.clock.timed("NMS"), self._lane(2, batch.is_ready, batch.prediction):
+                with memory_advice(batch), self.clock.timed("NMS"), self._lane(2, batch.is_ready, batch.prediction):
                     shapes = [view.image_bgr.shape for view in batch.views]
                     batch.found = self._suppress(batch.prediction, batch.shape, shapes)
                 batch.prediction = batch.is_ready = batch.began = None
@@ -204,7 +204,7 @@ class Engine:
         self._is_warm = True
         if self.model.device.type == "cuda":
             started = time.perf_counter()
-            with self._lane(1, None):
+            with memory_advice(batch), self._lane(1, None):
                 self.model.warmup((len(batch.views), 3, *batch.shape))
             synchronise(self.model.device)
             self.clock.warmup_s = time.perf_counter() - started
@@ -238,6 +238,20 @@ class Engine:
         event = torch.cuda.Event(enable_timing=timing)
         event.record(self._lanes[index])
         return event
+
+
+@contextlib.contextmanager
+def memory_advice(batch: Batch) -> Iterator[None]:
+    """Raise MemoryError that says what to change where the block runs out of memory, on a GPU or beside it."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+            raise
+        height, width = batch.shape
+        count = len(batch.views)
+        smaller = "a smaller --batch-size or --imgsz" if count > 1 else "a smaller --imgsz, or --slice"
+        raise MemoryError(f"out of memory for {count} picture(s) of {height} x {width}; choose {smaller}") from error
 
 
 def input_size(model: Backend, imgsz: Sequence[int]) -> tuple[list[int], bool]:

@@ -7,6 +7,7 @@ one more column or row, and the three places that hold the size are set to the w
 
 from __future__ import annotations
 
+import io
 import struct
 from pathlib import Path
 from typing import BinaryIO
@@ -32,6 +33,13 @@ def set_frame_size(path: str | Path, width: int, height: int) -> bool:
         handle.seek(start)
         handle.write(data)
     return True
+
+
+def has_index(path: str | Path) -> bool:
+    """Return whether an MP4 file is whole: its index is written last, and nothing plays it without."""
+    with open(path, "rb") as handle:
+        place = _find_box(handle, b"moov")
+        return place is not None and sum(place) <= handle.seek(0, io.SEEK_END)
 
 
 def _find_box(handle: BinaryIO, name: bytes) -> tuple[int, int] | None:

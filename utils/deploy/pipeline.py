@@ -23,12 +23,13 @@ from utils.data.sources import DECODERS, LoadStreams, Source, read_frames
 from utils.deploy.display import count_text
 from utils.deploy.engine import Engine
 from utils.deploy.speed import StepClock
+from utils.deploy.tables import shown
 from utils.deploy.views import Batch, Done, Skipped
 from utils.deploy.writers import Picture, RunWriter
 from utils.evaluate.draw import draw_boxes
 from utils.log import LOGGER
 from utils.options import DetectOptions
-from utils.threads import Overlap, ordered_map
+from utils.threads import Overlap, interrupts_wait, ordered_map
 
 READ_AHEAD = 4  # frames between two steps, or one batch if that is more: enough to even out frames that take longer
 ENCODERS = min(4, os.cpu_count() or 1)  # threads that turn annotated pictures into files
@@ -115,7 +116,8 @@ class Pipeline:
                 if not self.options.nosave and any(not output.is_video for output in self.writer.outputs):
                     drawn = self._encoded(ahead(drawn), None if self.options.sequential else pool)
                 for item in ahead(drawn):
-                    self._finish(item)
+                    with interrupts_wait():  # tables, labels and video agree on the last frame
+                        self._finish(item)
             except BaseException:
                 if streams is not None:
                     streams.close()  # ends the thread that waits for frames
@@ -181,7 +183,7 @@ class Pipeline:
         """Write, show and log one frame, or name an input that cannot be read."""
         if isinstance(drawn, Unreadable):
             title = self.writer.titles[drawn.item]
-            LOGGER.warning(f"{self._position(drawn.item)} {title}: {drawn.reason}, left out")
+            LOGGER.warning(f"{self._position(drawn.item)} {shown(title)}: {drawn.reason}, left out")
             self.summary.unreadable.append((title, drawn.reason))
             return
         done, frame = drawn.done, drawn.done.frame
@@ -215,7 +217,7 @@ class Pipeline:
 
     def _log(self, done: Done) -> None:
         frame = done.frame
-        title = "" if self.is_live else f" {self.writer.titles[frame.item]}:"
+        title = "" if self.is_live else f" {shown(self.writer.titles[frame.item])}:"
         counts = count_text(done.rows, self.engine.model.names) or "(no detections)"
         position = self._position(frame.item, frame.number, frame.total)
         shape = f"{done.shape[0]}x{done.shape[1]}" + (f" in {done.views} parts" if done.views > 1 else "")

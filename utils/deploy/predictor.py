@@ -9,7 +9,7 @@ Example::
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ import numpy as np
 from models.backend import DetectMultiBackend
 from utils.data.frames import Frame
 from utils.data.images import imread_bgr
-from utils.data.sources import DECODERS, read_frames, resolve_source
+from utils.data.sources import DECODERS, VIDEO_SUFFIXES, read_frames, resolve_source
 from utils.deploy.engine import Backend, Engine, Settings
 from utils.deploy.views import Done
 from utils.log import LOGGER
@@ -27,6 +27,10 @@ from utils.options import DetectOptions
 from utils.runtime import select_device
 
 Image = str | Path | np.ndarray
+OPTIONS = frozenset(  # of DetectOptions, those that concern finding boxes
+    ("device", "imgsz", "conf_thres", "iou_thres", "max_det", "classes", "agnostic_nms", "augment", "half")
+    + ("slice_size", "slice_overlap", "data", "dnn", "offline")
+)
 
 
 @dataclass(frozen=True)
@@ -61,18 +65,18 @@ class Predictor:
     Args:
         weights: file of any format that ``detect_dual.py`` takes, or a loaded model.
         batch_size: pictures per step of the network; the result does not depend on it.
-        options: any of ``DetectOptions`` that concern finding boxes: ``device``, ``imgsz``, ``conf_thres``,
-            ``iou_thres``, ``max_det``, ``classes``, ``agnostic_nms``, ``augment``, ``half``, ``slice_size``,
-            ``slice_overlap``, ``data``, ``dnn``.
+        options: any of ``OPTIONS``, as ``DetectOptions`` explains them.
 
     Raises:
         ValueError, FileNotFoundError: weights or options that cannot be used.
-        TypeError: an unknown option.
+        TypeError: an unknown option, or one that concerns the writing of files.
     """
 
     def __init__(self, weights: str | Path | Backend, *, batch_size: int = 16, **options: object) -> None:
+        for name in sorted(set(options) - OPTIONS):
+            raise TypeError(f"Predictor: {name} has no effect here; options are {', '.join(sorted(OPTIONS))}")
         chosen = DetectOptions(batch_size=batch_size, **options)
-        if isinstance(weights, (str, Path)):
+        if isinstance(weights, (str, Path, list, tuple)):
             model = DetectMultiBackend(
                 weights,
                 device=select_device(chosen.device),
@@ -81,8 +85,10 @@ class Predictor:
                 fp16=chosen.half,
                 offline=chosen.offline,
             )
-        else:
+        elif callable(weights):
             model = weights
+        else:
+            raise TypeError(f"weights {weights!r}: expected a file such as best.pt, or a loaded model")
         self.engine = Engine(model, Settings.of(chosen))
         self.batch_size = batch_size
 
@@ -95,13 +101,14 @@ class Predictor:
         """Find objects in a picture, or in each of several.
 
         Args:
-            images: a path, an array (H, W, 3) uint8 BGR as OpenCV reads it, or (H, W) grey, gives one result; a list of
-                these, or an array (B, H, W, 3), gives a list in the same order.
+            images: a path, an array (H, W, 3) uint8 BGR as OpenCV reads it, or (H, W) grey, gives one result; several
+                of these, or an array (B, H, W, 3), give a list in the same order.
 
         Raises:
             ValueError, OSError: a file is no picture or cannot be read, or an array is of another form.
         """
-        is_single = isinstance(images, (str, Path)) or (isinstance(images, np.ndarray) and images.ndim < 4)
+        is_single = isinstance(images, (str, Path, bytes, Mapping)) or not isinstance(images, Iterable)
+        is_single = is_single or (isinstance(images, np.ndarray) and images.ndim < 4)
         several = [images] if is_single else list(images)
         paths = [Path(image) if isinstance(image, (str, Path)) else None for image in several]
         frames = (Frame(_pixels(image), item) for item, image in enumerate(several))
@@ -142,11 +149,17 @@ class Predictor:
 def _pixels(image: Image) -> np.ndarray:
     """Return (H, W, 3) uint8 BGR of a path or an array."""
     if isinstance(image, (str, Path)):
+        if Path(image).is_dir() or Path(image).suffix.lower() in VIDEO_SUFFIXES:
+            raise ValueError(f"{image} is no picture; stream('{image}') takes folders and videos")
         return imread_bgr(image)
     is_array = isinstance(image, np.ndarray)
-    if is_array and image.dtype == np.uint8 and image.ndim == 2 and image.size:
+    is_bytes = is_array and image.dtype == np.uint8 and image.size > 0
+    if is_bytes and (image.ndim == 2 or image.ndim == 3 and image.shape[2] == 1):
         return cv2.cvtColor(image, cv2.COLOR_GRAY2BGR)
-    if not is_array or image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or not image.size:
-        given = f"{image.dtype} array of shape {image.shape}" if is_array else type(image).__name__
-        raise ValueError(f"a picture is a path or a uint8 array (H, W, 3) in BGR order, not {given}")
-    return image
+    if is_bytes and image.ndim == 3 and image.shape[2] == 3:
+        return image
+    given = f"{image.dtype} array of shape {image.shape}" if is_array else type(image).__name__
+    remedy = (
+        "; np.asarray(image.convert('RGB'))[..., ::-1] makes one of a PIL image" if hasattr(image, "convert") else ""
+    )
+    raise ValueError(f"a picture is a path or a uint8 array (H, W, 3) in BGR order, not {given}{remedy}")

@@ -10,9 +10,12 @@ import io
 import json
 import re
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
+
+from utils.files import FULL
 
 RESULTS_NAME, CSV_NAME, JSON_NAME = "results.txt", "detections.csv", "detections.json"
 COLUMNS = ("file", "frame", "class", "name", "confidence", "x1", "y1", "x2", "y2")
@@ -30,6 +33,19 @@ class Row:
     name: str
     confidence: float
     box: tuple[int, int, int, int]
+
+
+@contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """Let an OSError of the block, which often tells no file, say which one could not be written and what to do."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        remedy = "make room, or choose another disk with --project" if error.errno in FULL else "choose another --name"
+        told = OSError(f"{path} could not be written: {reason}; {remedy}")
+        told.errno = error.errno
+        raise told from error
 
 
 class Tables:
@@ -50,24 +66,35 @@ class Tables:
         """Append the detections of a frame to every table."""
         if not rows:
             return
-        self._text.write(_encoded("".join(_text_line(row) for row in rows)))
+        with naming(self._text.name):
+            self._text.write(_encoded("".join(_text_line(row) for row in rows)))
+            self._text.flush()
         if self._csv:
             fields = ((r.file, r.frame, r.number, r.name, f"{r.confidence:.6g}", *r.box) for r in rows)
-            self._csv.write(_encoded("".join(map(_csv_line, fields))))
+            with naming(self._csv.name):
+                self._csv.write(_encoded("".join(map(_csv_line, fields))))
+                self._csv.flush()
         if self._json:
-            self._json.seek(-len(JSON_END), io.SEEK_CUR)  # the list is closed behind every frame, in case of a kill
             lines = ",\n".join(json.dumps(_as_object(row), ensure_ascii=False) for row in rows)
-            self._json.write((b",\n" if self._has_json_rows else b"\n") + _encoded(lines, in_json=True) + JSON_END)
+            with naming(self._json.name):
+                self._json.seek(-len(JSON_END), io.SEEK_CUR)  # the list is closed behind every frame, in case of a kill
+                self._json.write((b",\n" if self._has_json_rows else b"\n") + _encoded(lines, in_json=True) + JSON_END)
+                self._json.flush()
             self._has_json_rows = True
-        for handle in self._handles():
-            handle.flush()
 
     def close(self) -> None:
-        for handle in self._handles():
-            handle.close()
+        """Close all tables, even where one fails."""
+        with ExitStack() as stack:
+            for handle in self._handles():
+                stack.callback(_close, handle)
 
     def _handles(self) -> list[BinaryIO]:
         return [handle for handle in (self._text, self._csv, self._json) if handle]
+
+
+def _close(handle: BinaryIO) -> None:
+    with naming(handle.name):
+        handle.close()
 
 
 def read_results(path: Path) -> Iterator[Row]:

@@ -22,7 +22,7 @@ from typing import Protocol
 import cv2
 import numpy as np
 
-from utils.deploy.mp4_size import set_frame_size
+from utils.deploy.mp4_size import has_index, set_frame_size
 from utils.log import LOGGER
 
 VIDEO_SUFFIX = ".mp4"
@@ -241,8 +241,9 @@ class OpenCvWriter:
     def release(self) -> None:
         """Complete the file and give it its name."""
         self._writer.release()
-        if not self._partial.is_file() or not self._partial.stat().st_size:
-            raise OSError(f"{self.path}: the video was not written (disk full?)")
+        if not self._partial.is_file() or not has_index(self._partial):  # the writer itself does not tell
+            self._partial.unlink(missing_ok=True)
+            raise OSError(f"{self.path}: the video was not written; make room, or choose another disk with --project")
         if any(self._padding) and not set_frame_size(self._partial, *self.size):
             LOGGER.warning(f"{self.path}: written with a repeated last column or row, because its size is odd")
         os.replace(self._partial, self.path)

@@ -15,9 +15,10 @@ import cv2
 import numpy as np
 
 from utils.boxes import clip_boxes, xywh2xyxy, xyxy2xywh
-from utils.deploy.tables import RESULTS_NAME, Row, Tables, read_results, shown_file
+from utils.deploy.tables import RESULTS_NAME, Row, Tables, naming, read_results, shown_file
 from utils.deploy.video import VIDEO_SUFFIX, Codec, VideoWriter, choose_codec
 from utils.log import LOGGER
+from utils.threads import interrupts_wait
 
 WRITABLE_SUFFIXES = frozenset((".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"))
 MAX_NAME_BYTES = 255  # of one name in a path, on all common file systems
@@ -193,7 +194,7 @@ class RunWriter:
 
     def close(self) -> None:
         """Finish videos and tables, all of them even where one fails."""
-        with contextlib.ExitStack() as stack:
+        with interrupts_wait(), contextlib.ExitStack() as stack:
             stack.callback(self._tables.close)
             for video in self._videos.values():
                 stack.callback(video.release)
@@ -351,10 +352,11 @@ def _replace_file(path: Path, data: bytes) -> None:
     Not synchronised with the disk, unlike the writing of checkpoints: there may be thousands of files, and they can be
     made again. The passing name is short because the final one may be as long as the system allows.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".partial-{os.getpid()}")
-    try:
-        partial.write_bytes(data)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            partial.write_bytes(data)
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)

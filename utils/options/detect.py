@@ -9,6 +9,8 @@ from typing import Any
 from utils.cli import option
 from utils.options.base import FromCli, height_width, slice_option, slice_overlap_option
 
+THICKEST_LINE = 255  # pixels; OpenCV draws up to 32767, and labels grow with the line
+
 
 @dataclass(kw_only=True)
 class DetectOptions(FromCli):
@@ -64,7 +66,11 @@ class DetectOptions(FromCli):
     def __post_init__(self) -> None:
         self.check_slices()
         self.check_at_least(max_det=1, line_thickness=1, vid_stride=1, batch_size=1)
+        if self.line_thickness > THICKEST_LINE:
+            raise ValueError(f"--line-thickness {self.line_thickness}: should be at most {THICKEST_LINE}")
         self.check_fractions("conf_thres", "iou_thres")
+        if isinstance(self.classes, int):
+            self.classes = [self.classes]
         self.weights = [self.weights] if isinstance(self.weights, (str, Path)) else list(self.weights)
         self.imgsz = height_width(self.imgsz)
         if self.update:
