@@ -5,6 +5,8 @@ python export.py --weights runs/train/exp/weights/best.pt --include onnx torchsc
 
 from __future__ import annotations
 
+import signal
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,5 +33,11 @@ def run(**keywords: Any) -> list[str]:
     return [str(file) for file in export(ExportOptions(**keywords))[0]]
 
 
+def end_cleanly(number: int, _: object) -> None:
+    """Leave by an exception where a signal would end the process at once, so that half-written files are removed."""
+    sys.exit(128 + number)
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, end_cleanly)
     run_script(main)

@@ -25,13 +25,21 @@ def read_picture(path: str | Path) -> np.ndarray:
     try:
         import cv2
     except ImportError:
-        from PIL import Image, ImageOps
-
-        return np.asarray(ImageOps.exif_transpose(Image.open(path)).convert("RGB"))
-    image = cv2.imdecode(np.fromfile(path, np.uint8), cv2.IMREAD_COLOR)
+        return _read_with_pillow(path)
+    content = np.fromfile(path, np.uint8)
+    image = cv2.imdecode(content, cv2.IMREAD_COLOR) if content.size else None
     if image is None:
         raise ValueError(f"{path} is no picture that OpenCV can read")
     return image[..., ::-1]
+
+
+def _read_with_pillow(path: str | Path) -> np.ndarray:
+    from PIL import Image, ImageOps
+
+    image = ImageOps.exif_transpose(Image.open(path))
+    if image.mode.startswith("I"):  # 16 bits, which Pillow itself would cut off at 255
+        return np.repeat((np.asarray(image) // 256).astype(np.uint8)[..., None], 3, 2)
+    return np.asarray(image.convert("RGB"))
 
 
 def resize(image: np.ndarray, height: int, width: int) -> np.ndarray:
@@ -117,15 +125,23 @@ class Detector:
     """An ONNX file of export.py, run by ONNX Runtime on the CPU."""
 
     def __init__(self, path: str | Path, size: int = 640) -> None:
-        """Open ``path``; ``size`` is the input's side where the file leaves it free."""
+        """Open ``path``; ``size`` is the input's side where the file leaves it free, rounded up to the stride."""
         import onnxruntime
 
         self.session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
         source = self.session.get_inputs()[0]
         self.input = source.name
         self.dtype = np.float16 if source.type == "tensor(float16)" else np.float32
-        self.height, self.width = (side if isinstance(side, int) else size for side in source.shape[2:])
         metadata = self.session.get_modelmeta().custom_metadata_map
+        stride = int(metadata.get("stride", 32))
+        free = (size + stride - 1) // stride * stride
+        batch, _, height, width = source.shape
+        self.batch = batch if isinstance(batch, int) else 1
+        self.height, self.width = (side if isinstance(side, int) else free for side in (height, width))
+        outputs = self.session.get_outputs()
+        if len(outputs) != 1 or len(outputs[0].shape) != 3:
+            found = ", ".join(output.name for output in outputs)
+            raise ValueError(f"{path} gives {found}, expected one output (B, 4 + nc, A); export without --end2end")
         self.names: dict[int, str] = ast.literal_eval(metadata.get("names", "{}"))
 
     def __call__(
@@ -133,7 +149,8 @@ class Detector:
     ) -> np.ndarray:
         """Return detections (N, 6) of a picture (H, W, 3), red first: x1, y1, x2, y2 in its pixels, score, class."""
         boxed, scale, left, top = letterbox(image, self.height, self.width)
-        (prediction, *_) = self.session.run(None, {self.input: to_input(boxed).astype(self.dtype)})
+        images = np.repeat(to_input(boxed), self.batch, 0)  # a file made for more pictures gets this one for each
+        (prediction,) = self.session.run(None, {self.input: images.astype(self.dtype)})
         rows = suppress(decode(prediction[0], confidence), iou_limit, max_detections)
         return to_picture(rows, scale, left, top, *image.shape[:2])
 

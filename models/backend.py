@@ -168,7 +168,11 @@ def _single_path(weights: str | Path | Sequence[str | Path]) -> Path:
         if len(weights) != 1:
             raise ValueError(f"expected one weights file, got {len(weights)}; ensembles are not supported")
         weights = weights[0]
+    if not str(weights):
+        raise ValueError("weights are missing: give the path of a .pt file or of an exported one")
     path = Path(str(weights))
+    if path.is_dir() and not path.name.endswith(OPENVINO_SUFFIX):
+        raise ValueError(f"weights {path} is a folder; name a file, for example {path / 'best.pt'}")
     if path.suffix.lower() not in SUFFIXES and not path.name.endswith(OPENVINO_SUFFIX):
         raise ValueError(
             f"weights {path}: suffix {path.suffix or '(none)'} is not one of {', '.join(SUFFIXES)}, *{OPENVINO_SUFFIX}"

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import argparse
 import copy
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from models.assemble import assemble, count_classes, is_fused, skeleton
 from models.describe import describe_file
 from models.graph import DetectionModel
 from models.safe_reader import ForeignObject, WeightsFileError, foreign_state_dict, read_torch_file
@@ -28,15 +30,32 @@ from utils.cli import run_script
 from utils.files import atomic_write, write_error
 from utils.log import LOGGER
 
+__all__ = [
+    "FORMAT",
+    "PROGRAM",
+    "VERSION",
+    "Checkpoint",
+    "attempt_load",
+    "build_model",
+    "complete_names",
+    "count_classes",
+    "info",
+    "is_fused",
+    "load_checkpoint",
+    "save_checkpoint",
+    "strip_optimizer",
+]
+
 FORMAT = "yolov9-checkpoint"
 VERSION = 1
 PROGRAM = "yolov9-train 1.0.0"
-HEADER = ("origin", "version", "program")
+HEADER = ("origin", "version", "program", "source")
 """Fields that say how a file was written, not what it holds; they are set anew when it is written again."""
 MODEL_CLASSES = ("DetectionModel", "Model")
-USUAL_ARGUMENT = 1024
-"""Channels up to which a row of a stored definition is believed without looking at the tensors."""
-LEAD_CLASS_BIAS = re.compile(r"model\.(\d+)\.cv([3579])\.0\.2\.bias$")
+DAMAGED = (TypeError, AttributeError, OverflowError)
+"""What values of another type than expected in a foreign file raise while they are taken over."""
+WRAPPERS = ("module.", "_orig_mod.")
+"""What torch puts before the keys of a model that runs on several devices or is compiled."""
 
 
 @dataclass(kw_only=True)
@@ -56,6 +75,7 @@ class Checkpoint:
         program: name and version of this program and of torch that wrote the file.
         origin: FORMAT for our files, ``upstream`` or ``state_dict`` for the others.
         version: of the file's format.
+        source: the file itself, for messages; empty if there is none.
     """
 
     model: dict[str, Tensor]
@@ -79,6 +99,7 @@ class Checkpoint:
     program: str = ""
     origin: str = FORMAT
     version: int = VERSION
+    source: str = ""
 
 
 def save_checkpoint(path: str | Path, checkpoint: Checkpoint) -> None:
@@ -108,15 +129,12 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
     """
     content = read_torch_file(path)
     try:
-        if isinstance(content, dict) and content.get("format") == FORMAT:
-            return _from_own_format(content)
-        if isinstance(content, ForeignObject):
-            content = {"model": content}
-        if isinstance(content, dict) and isinstance(content.get("model"), ForeignObject):
-            return _from_upstream(content)
-        return Checkpoint(model=_bare_state_dict(content), kind="stripped", origin="state_dict")
-    except WeightsFileError as error:
-        raise type(error)(f"{path}: {error}") from None
+        checkpoint = Checkpoint(**_checked(_fields_of(content)))
+    except (ValueError, *DAMAGED) as error:
+        kind = type(error) if isinstance(error, WeightsFileError) else WeightsFileError
+        raise kind(f"{path}: {error}") from None
+    checkpoint.source = str(path)
+    return checkpoint
 
 
 def build_model(
@@ -137,18 +155,31 @@ def build_model(
     """
     state = checkpoint.ema if use_ema and checkpoint.ema is not None else checkpoint.model
     definition = cfg if cfg is not None else copy.deepcopy(checkpoint.yaml)
-    if not definition:
-        raise ValueError("these weights hold tensors only; say which network they belong to, e.g. --cfg gelan-c.yaml")
-    num_classes = count_classes(state)
-    if nc is not None and nc != num_classes:
-        raise ValueError(f"{nc} classes were asked for, but the weights have {num_classes}; train with them instead")
-    model = _skeleton(definition, state, num_classes)
-    _check_keys(model.state_dict(), state)
-    model.load_state_dict({key: _float_copy(tensor) for key, tensor in state.items()}, strict=True, assign=True)
+    with _about(checkpoint):
+        if not definition:
+            raise ValueError(
+                "these weights hold tensors only, not which network they belong to; train_dual.py takes them with a "
+                "definition beside them, e.g. --cfg gelan-c.yaml, and writes files that hold both"
+            )
+        num_classes = count_classes(state)
+        if nc is not None and nc != num_classes:
+            raise ValueError(
+                f"{nc} classes were asked for, but the weights have {num_classes}; train with them instead"
+            )
+        model = assemble(definition, state)
+        model.names = complete_names(checkpoint.names, num_classes)
     model.nc = num_classes
-    model.names = complete_names(checkpoint.names, num_classes)
     model.hyp = dict(checkpoint.hyp)
     return model
+
+
+@contextmanager
+def _about(checkpoint: Checkpoint) -> Iterator[None]:
+    """Put the name of the file before what is wrong with its content."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{checkpoint.source}: {error}" if checkpoint.source else str(error)) from error
 
 
 def attempt_load(
@@ -186,39 +217,77 @@ def strip_optimizer(path: str | Path, target: str | Path | None = None) -> Path:
     return target
 
 
-def count_classes(state: Mapping[str, Tensor]) -> int:
-    """Read the number of classes from the last class convolution of the lead branch.
+def complete_names(names: Mapping[Any, Any] | Sequence[Any] | None, num_classes: int | None) -> dict[int, str]:
+    """Return one name per class: the given ones, the number as text where there is none.
+
+    ``num_classes`` None means as many as there are names.
 
     Raises:
-        ValueError: no detection head of a known layout among the keys.
+        ValueError: neither a list nor pairs of class number and name.
     """
-    found = [(int(match[1]), int(match[2]), key) for key in state if (match := LEAD_CLASS_BIAS.match(key))]
-    if not found:
-        raise ValueError("no detection head (model.N.cv3.0.2.bias) among the tensors; these are no detection weights")
-    return state[max(found)[2]].shape[0]
+    given = _numbered(names)
+    return {index: given.get(index, str(index)) for index in range(len(given) if num_classes is None else num_classes)}
 
 
-def is_fused(state: Mapping[str, Tensor]) -> bool:
-    """Tell whether the batch norms were folded before the tensors were saved."""
-    return not any(".bn." in key for key in state)
-
-
-def complete_names(names: Mapping[int, str] | list | None, num_classes: int) -> dict[int, str]:
-    """Return one name per class: the given ones, the number as text where there is none."""
+def _numbered(names: Any) -> dict[int, str]:
+    """Return class number -> name of a list, or of a mapping whose numbers may be text (out of JSON)."""
+    if not isinstance(names, (list, tuple, Mapping, type(None))):
+        raise ValueError(f"the class names are {names!r:.60}, expected a list or number: name")
     pairs = enumerate(names) if isinstance(names, (list, tuple)) else (names or {}).items()
-    given = {int(index): str(name) for index, name in pairs}
-    return {index: given.get(index, str(index)) for index in range(num_classes)}
+    try:
+        return {int(index): str(name) for index, name in pairs}
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the class names {names!r:.60} are not numbered ({error})") from error
 
 
-def _from_own_format(content: dict[str, Any]) -> Checkpoint:
+def _fields_of(content: Any) -> dict[str, Any]:
+    """Return the fields of a Checkpoint that a file of any known kind holds."""
+    if isinstance(content, dict) and content.get("format") == FORMAT:
+        return _from_own_format(content)
+    if isinstance(content, ForeignObject):
+        content = {"model": content}
+    if isinstance(content, dict):
+        network = next((content[key] for key in ("model", "ema") if content.get(key) is not None), None)
+        if isinstance(network, ForeignObject):
+            return _from_upstream({**content, "model": network})
+    return {"model": _bare_state_dict(content), "kind": "stripped", "origin": "state_dict"}
+
+
+def _checked(values: dict[str, Any]) -> dict[str, Any]:
+    """Refuse values of another type than the fields of Checkpoint have, so that everything behind may rely on them."""
+    hints = get_type_hints(Checkpoint)
+    for name, value in values.items():
+        hint = hints[name]
+        options = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        kinds = tuple(get_origin(option) or option for option in options)
+        if not isinstance(value, (*kinds, int) if float in kinds else kinds):
+            found = type(value).__name__
+            raise WeightsFileError(f"its entry {name!r} is of type {found}, expected {kinds[0].__name__}")
+    for name in ("model", "ema"):
+        state = values.get(name) or {}
+        wrong = next((key for key in state if not (isinstance(key, str) and isinstance(state[key], Tensor))), None)
+        if wrong is not None:
+            raise WeightsFileError(f"its entry {name!r} should hold tensors by name, {wrong!r} is none")
+    return values
+
+
+def _from_own_format(content: dict[str, Any]) -> dict[str, Any]:
     version = content.get("version")
-    if not isinstance(version, int) or version > VERSION:
+    if type(version) is not int or version < 1:
+        raise WeightsFileError(f"has format version {version!r}, expected a number from 1 to {VERSION}; save it again")
+    if version > VERSION:
         raise WeightsFileError(f"has format version {version!r}, this program reads up to {VERSION}; update it")
-    known = {item.name for item in fields(Checkpoint)} - {"origin"}
-    return Checkpoint(**{key: value for key, value in content.items() if key in known})
+    known = {item.name for item in fields(Checkpoint)} - {"origin", "source"}
+    values = {key: value for key, value in content.items() if key in known and value is not None}
+    if "model" not in values:
+        values["model"] = values.pop("ema", None)
+    if values["model"] is None:
+        raise WeightsFileError("holds no tensors (neither entry 'model' nor entry 'ema'); take another file")
+    values["names"] = _numbered(values.get("names"))
+    return values
 
 
-def _from_upstream(content: dict[str, Any]) -> Checkpoint:
+def _from_upstream(content: dict[str, Any]) -> dict[str, Any]:
     """Convert a dict with pickled model records; entries of converted files may be None or missing."""
     network: ForeignObject = content["model"]
     if network.class_name not in MODEL_CLASSES:
@@ -229,23 +298,23 @@ def _from_upstream(content: dict[str, Any]) -> Checkpoint:
         raise WeightsFileError("the network in it has no definition (attribute 'yaml')")
     average = content.get("ema")
     state = foreign_state_dict(network)
-    num_classes = values.get("nc") or definition.get("nc") or count_classes(state)
-    return Checkpoint(
-        model=state,
-        ema=foreign_state_dict(average) if isinstance(average, ForeignObject) else None,
-        kind="training" if content.get("optimizer") else "stripped",
-        yaml=definition,
-        nc=num_classes,
-        names=complete_names(values.get("names"), num_classes),
-        epoch=int(_or(content.get("epoch"), -1)),
-        best_fitness=float(_or(content.get("best_fitness"), 0.0)),
-        updates=int(_or(content.get("updates"), 0)),
-        optimizer=content.get("optimizer"),
-        hyp=_options(values.get("hyp")),
-        opt=_options(content.get("opt")),
-        date=str(content.get("date") or ""),
-        origin="upstream",
-    )
+    num_classes = count_classes(state)  # the number written beside them might be any
+    return {
+        "model": state,
+        "ema": foreign_state_dict(average) if isinstance(average, ForeignObject) and average is not network else None,
+        "kind": "training" if content.get("optimizer") else "stripped",
+        "yaml": definition,
+        "nc": num_classes,
+        "names": complete_names(values.get("names"), num_classes),
+        "epoch": int(_or(content.get("epoch"), -1)),
+        "best_fitness": float(_or(content.get("best_fitness"), 0.0)),
+        "updates": int(_or(content.get("updates"), 0)),
+        "optimizer": content.get("optimizer"),
+        "hyp": _options(values.get("hyp")),
+        "opt": _options(content.get("opt")),
+        "date": str(content.get("date") or ""),
+        "origin": "upstream",
+    }
 
 
 def _bare_state_dict(content: Any) -> dict[str, Tensor]:
@@ -257,6 +326,8 @@ def _bare_state_dict(content: Any) -> dict[str, Tensor]:
     if not is_mapping or not content or not all(isinstance(value, Tensor) for value in content.values()):
         shown = f"keys {', '.join(map(str, list(content)[:5]))}" if is_mapping else type(content).__name__
         raise WeightsFileError(f"holds no network: expected a checkpoint or a state dict, found {shown}")
+    while wrapper := next((text for text in WRAPPERS if all(str(key).startswith(text) for key in content)), None):
+        content = {key.removeprefix(wrapper): value for key, value in content.items()}
     if not all(str(key).startswith("model.") for key in content):
         other = next(key for key in content if not str(key).startswith("model."))
         raise WeightsFileError(f"is a state dict of another network: its key {other!r} does not begin with 'model.'")
@@ -306,70 +377,11 @@ def _plain(value: Any, place: str) -> Any:
     raise TypeError(f"{place} is a {type(value).__name__}; a checkpoint holds tensors and plain values only")
 
 
-def _skeleton(
-    definition: str | Path | Mapping[str, Any], state: Mapping[str, Tensor], num_classes: int
-) -> DetectionModel:
-    """Lay out the network for the tensors ``state`` without values.
-
-    Initial weights would be thrown away, and a definition out of a file may claim any size.
-    """
-    if isinstance(definition, Mapping):
-        _check_definition(definition, state)
-    with torch.device("meta"):
-        model = DetectionModel(definition, nc=num_classes)
-    _match_head_widths(model, state)
-    return model.fuse() if is_fused(state) else model
-
-
-def _float_copy(tensor: Tensor) -> Tensor:
-    """Copy to contiguous float32; counters stay whole numbers."""
-    dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
-    return tensor.detach().to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
-
-
-def _check_definition(definition: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
-    """Refuse a definition whose numbers are out of all proportion to the tensors beside it.
-
-    Rows are built one by one, so a hostile count would keep the program busy for ever.
-    """
-    widest = max((size for tensor in state.values() for size in tensor.shape), default=0)
-    limit = max(USUAL_ARGUMENT, 16 * widest)
-    for row in (*(definition.get("backbone") or ()), *(definition.get("head") or ())):
-        numbers = [row[1], *row[3]] if isinstance(row, (list, tuple)) and len(row) == 4 else []
-        if any(isinstance(number, (int, float)) and number > limit for number in numbers):
-            raise ValueError(f"the definition in the file asks for {row!r}, which its tensors cannot fill")
-
-
-def _match_head_widths(model: DetectionModel, state: Mapping[str, Tensor]) -> None:
-    """Give head branches the hidden widths of the tensors; the published t weights are narrower than the rule."""
-    try:
-        if model.match_head_widths({key: tuple(tensor.shape) for key, tensor in state.items()}):
-            LOGGER.info("the head takes its hidden widths from the weights")
-    except (KeyError, IndexError):
-        return  # not this kind of head: the comparison of keys that follows says so
-
-
-def _check_keys(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
-    """Compare keys and shapes before loading, for a message of bearable length."""
-    problems = {
-        "missing": [key for key in own if key not in given],
-        "unknown": [key for key in given if key not in own],
-        "of another shape": [
-            f"{key} {tuple(given[key].shape)} instead of {tuple(own[key].shape)}"
-            for key in own
-            if key in given and own[key].shape != given[key].shape
-        ],
-    }
-    told = [f"{len(keys)} {kind}: {', '.join(keys[:3])}" for kind, keys in problems.items() if keys]
-    if told:
-        raise ValueError(f"the weights do not fit the network ({'; '.join(told)}); check --cfg")
-
-
 def info(path: str | Path) -> list[str]:
     """Return lines that say what a weights file of ours or of upstream holds."""
     checkpoint = load_checkpoint(path)
-    definition, state = copy.deepcopy(checkpoint.yaml), checkpoint.model
-    model = _skeleton(definition, state, count_classes(state)) if definition else None
+    with _about(checkpoint):
+        model = skeleton(copy.deepcopy(checkpoint.yaml), checkpoint.model) if checkpoint.yaml else None
     return describe_file(Path(path), checkpoint, model)
 
 

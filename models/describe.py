@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from models.graph import DetectionModel
 
 SHOWN_NAMES = 10
+LONGEST_LINE = 1000
+"""Letters of one entry that are shown."""
 SHOWN_OPTIONS = ("data", "cfg", "weights", "imgsz", "batch_size", "epochs", "optimizer", "hyp")
 ORIGINS = {
     "upstream": "the original's format (pickled objects, read as data)",
@@ -44,7 +46,7 @@ def describe_file(path: Path, checkpoint: Checkpoint, model: DetectionModel | No
     entries["options"] = _values({key: checkpoint.opt[key] for key in SHOWN_OPTIONS if key in checkpoint.opt})
     entries["hyper-parameters"] = _values(checkpoint.hyp)
     entries["written"] = ", ".join(filter(None, (checkpoint.date, checkpoint.program)))
-    return [f"{title:<17}{text}" for title, text in entries.items() if text]
+    return [f"{title:<17}{_printable(text)}" for title, text in entries.items() if text]
 
 
 def describe_network(model: DetectionModel) -> dict[str, str]:
@@ -66,7 +68,7 @@ def describe_network(model: DetectionModel) -> dict[str, str]:
 
 def _kind(checkpoint: Checkpoint, model: DetectionModel | None) -> str:
     if model is None:
-        return f"{checkpoint.kind}, network not stored (say which with --cfg)"
+        return f"{checkpoint.kind}, network not stored (for training, say which with --cfg)"
     branches = len(model.head.branch_names)
     form = f"training form ({branches} branches)" if branches > 1 else "inference form (lead branch only)"
     folded = ", batch norm folded" if is_fused(model) else ""
@@ -85,7 +87,8 @@ def _tensors(checkpoint: Checkpoint) -> str:
             dtypes = Counter(str(tensor.dtype).removeprefix("torch.") for tensor in state.values())
             parts.append(f"{title} {len(state)} ({', '.join(f'{count} {dtype}' for dtype, count in dtypes.items())})")
     if checkpoint.optimizer:
-        parts.append(f"optimizer state of {len(checkpoint.optimizer.get('state', ()))} parameters")
+        states = checkpoint.optimizer.get("state")
+        parts.append(f"optimizer state of {len(states) if isinstance(states, dict) else 0} parameters")
     return "; ".join(parts)
 
 
@@ -101,6 +104,12 @@ def _values(values: Mapping[str, Any]) -> str:
         for key, value in values.items()
         if not isinstance(value, (dict, list, tuple)) and value not in (None, "")
     )
+
+
+def _printable(text: str) -> str:
+    """Shorten a text out of a file and spell out control characters, which could rewrite the terminal's lines."""
+    shown = text if len(text) <= LONGEST_LINE else f"{text[:LONGEST_LINE]}…"
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in shown)
 
 
 def _list(values: list[float]) -> str:

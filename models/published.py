@@ -6,6 +6,7 @@ what arrives is read by the safe reader before it gets its name.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import os
 import urllib.error
@@ -48,16 +49,28 @@ def find_weights(name: str | Path, *, offline: bool = False) -> Path:
     """
     path = Path(name)
     if path.exists():
+        if not (path.is_file() or path.is_dir()):  # reading would wait for ever for whoever writes into it
+            raise WeightsFileError(f"{path} is a pipe or a device, not a file; write what it gives to a file first")
         return path
     if path.name not in PUBLISHED:
         raise FileNotFoundError(
-            f"weights file {path} does not exist (looked in {path.absolute().parent}); check --weights"
+            f"weights file {path} does not exist (looked in {path.absolute().parent}); {_neighbours(path)}"
         )
     if offline or os.environ.get(OFFLINE_VARIABLE, "0") not in ("", "0"):
         raise FileNotFoundError(
             f"weights file {path} does not exist, and offline mode forbids to fetch it. {_by_hand(path)}"
         )
     return fetch(path)
+
+
+def _neighbours(path: Path) -> str:
+    """Say what else there is that was probably meant."""
+    folder = path.parent
+    if not folder.is_dir():
+        return f"the folder {folder} does not exist either; check --weights"
+    names = [file.name for file in folder.iterdir() if file.suffix == path.suffix]
+    similar = difflib.get_close_matches(path.name, names, n=3, cutoff=0.6)
+    return f"there is {' and '.join(similar)}; check --weights" if similar else "check --weights"
 
 
 def fetch(path: Path) -> Path:

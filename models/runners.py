@@ -22,6 +22,9 @@ from utils.log import LOGGER
 UNNAMED_CLASSES = 999
 """How many numbered names a file without names gets when its output does not tell the number of classes."""
 
+IMAGE_TYPES = ("tensor(float)", "tensor(float16)")
+"""Number types of images in ONNX Runtime's words."""
+
 END2END_OUTPUTS = ("num_dets", "boxes", "scores", "classes")
 """Outputs of a file with NMS inside: (B, 1), (B, K, 4) x1 y1 x2 y2 in input pixels, (B, K), (B, K)."""
 
@@ -54,11 +57,10 @@ class ScriptRunner(nn.Module):
         except RuntimeError as error:
             raise ValueError(f"{path} is not a readable TorchScript file: {str(error).splitlines()[0]}") from error
         config = _json_object(extra["config.txt"], path)
-        self.fp16 = next(self.model.parameters()).dtype == torch.float16
-        shape = config.get("shape")
-        self.static_shape = (int(shape[2]), int(shape[3])) if shape and not config.get("dynamic_hw") else None
-        self.stride = int(config.get("stride", 32))
-        self.names = _names(config.get("names") or names, None)
+        self.fp16 = any(weight.dtype == torch.float16 for weight in self.model.parameters())
+        self.static_shape = None if config.get("dynamic_hw") or "shape" not in config else _sides(config["shape"], path)
+        self.stride = _stride(config, path)
+        self.names = _names(config.get("names") or names, None, path)
 
     def forward(self, images: Tensor) -> list[Tensor]:
         outputs = self.model(images)
@@ -84,16 +86,17 @@ class OnnxRuntimeRunner:
             self.session = onnxruntime.InferenceSession(str(path), providers=providers)
         except Exception as error:  # its exception types are not importable under one stable name
             raise ValueError(f"{path} is not a readable ONNX file: {str(error).splitlines()[0]}") from error
-        source, outputs = self.session.get_inputs()[0], self.session.get_outputs()
+        source, outputs = _image_input(self.session.get_inputs(), path), self.session.get_outputs()
         self.output_names = [output.name for output in outputs]
         metadata = self.session.get_modelmeta().custom_metadata_map
         batch, _, height, width = (size if isinstance(size, int) else None for size in source.shape)
         self.input_name, self.fp16 = source.name, source.type == "tensor(float16)"
         self.batch_size = batch
         self.static_shape = (height, width) if height and width else None
-        self.stride = int(metadata.get("stride", 32))
+        self.stride = _stride(metadata, path)
         self.has_nms = set(END2END_OUTPUTS) <= set(self.output_names)
-        self.names = _names(_literal(metadata.get("names"), path) or names, None if self.has_nms else outputs[-1].shape)
+        shape = None if self.has_nms else outputs[-1].shape
+        self.names = _names(_literal(metadata.get("names"), path) or names, shape, path)
 
     def __call__(self, images: Tensor) -> list[Tensor]:
         outputs = self.session.run(None, {self.input_name: np.ascontiguousarray(images.cpu().numpy())})
@@ -119,8 +122,8 @@ class OpenCvRunner:
         batch, height, width = (shape[axis] for axis in (0, 2, 3)) if len(shape) == 4 else (None, None, None)
         self.batch_size = batch
         self.static_shape = (height, width) if height and width else None
-        self.stride = int(metadata.get("stride", 32))
-        self.names = _names(_literal(metadata.get("names"), path) or names, None)
+        self.stride = _stride(metadata, path)
+        self.names = _names(_literal(metadata.get("names"), path) or names, None, path)
 
     def __call__(self, images: Tensor) -> list[Tensor]:
         self.network.setInput(images.cpu().numpy())
@@ -149,15 +152,16 @@ class OpenVinoRunner:
             raise ValueError(f"{path} is no readable OpenVINO network: {str(error).splitlines()[0]}") from error
         description = networks[0].with_suffix(".yaml")
         metadata = read_yaml(description) if description.is_file() else {}
-        batch, _, height, width = (
-            axis.get_length() if axis.is_static else None for axis in model.input(0).get_partial_shape()
-        )
+        axes = model.input(0).get_partial_shape()
+        if len(axes) != 4:
+            raise ValueError(f"{path} takes an input of shape {axes}, expected images (B, 3, H, W); export it again")
+        batch, _, height, width = (axis.get_length() if axis.is_static else None for axis in axes)
         self.batch_size = batch
         self.static_shape = (height, width) if height and width else None
-        self.stride = int(metadata.get("stride", 32))
+        self.stride = _stride(metadata, path)
         rows = model.output(0).get_partial_shape()[1]
         shape = (None, rows.get_length() if rows.is_static else None, None)
-        self.names = _names(metadata.get("names") or names, shape)
+        self.names = _names(metadata.get("names") or names, shape, path)
 
     def __call__(self, images: Tensor) -> list[Tensor]:
         outputs = self.network(np.ascontiguousarray(images.cpu().numpy()))
@@ -192,9 +196,9 @@ class EngineRunner:
         largest = self.engine.get_tensor_profile_shape(self.input_name, 0)[2] if batch < 0 else (batch,)
         self.largest_batch = int(largest[0])
         self.static_shape = (height, width) if height > 0 and width > 0 else None
-        self.stride = int(metadata.get("stride", 32))
+        self.stride = _stride(metadata, path)
         shape = tuple(int(size) for size in self.engine.get_tensor_shape(self.output_names[-1]))
-        self.names = _names(metadata.get("names") or names, [size if size > 0 else None for size in shape])
+        self.names = _names(metadata.get("names") or names, [size if size > 0 else None for size in shape], path)
 
     def __call__(self, images: Tensor) -> list[Tensor]:
         parts = [self._run(part.contiguous()) for part in images.split(self.largest_batch)]
@@ -288,13 +292,49 @@ def _literal(text: str | None, path: Path) -> Any:
         raise ValueError(f"{path}: its class names are no literal ({text[:60]!r}); export it again") from error
 
 
-def _names(names: Mapping[Any, str] | Sequence[str] | None, output_shape: Sequence[Any] | None) -> dict[int, str]:
+def _image_input(inputs: Sequence[Any], path: Path) -> Any:
+    """Return the one input of an ONNX file, or say why it takes no images."""
+    found = ", ".join(f"{source.name} {source.type} {source.shape}" for source in inputs) or "none"
+    is_image = len(inputs) == 1 and len(inputs[0].shape) == 4 and inputs[0].type in IMAGE_TYPES
+    if not is_image:
+        raise ValueError(f"{path} has the inputs {found}; expected one, images (B, 3, H, W) of floating-point numbers")
+    return inputs[0]
+
+
+def _stride(metadata: Mapping[str, Any], path: Path) -> int:
+    """Return the stride that a file states, 32 where it states none."""
+    try:
+        stride = int(metadata.get("stride", 32))
+    except (TypeError, ValueError):
+        stride = 0
+    if stride < 1:
+        raise ValueError(
+            f"{path} states the stride {metadata['stride']!r}, expected a number such as 32; export it again"
+        )
+    return stride
+
+
+def _sides(shape: Any, path: Path) -> tuple[int, int]:
+    """Return height and width of the input shape (B, 3, H, W) that a TorchScript file states."""
+    try:
+        _, _, height, width = (int(size) for size in shape)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} states the input shape {shape!r}, expected four numbers; export it again") from error
+    return height, width
+
+
+def _names(
+    names: Mapping[Any, str] | Sequence[str] | None, output_shape: Sequence[Any] | None, path: Path
+) -> dict[int, str]:
     """Complete class names; without any, numbered ones for as many classes as the output has."""
     rows = output_shape[1] if output_shape is not None and len(output_shape) == 3 else None
     count = rows - 4 if isinstance(rows, int) else None
-    if names:
-        return complete_names(names, count or len(names))
-    return {index: f"class{index}" for index in range(count or UNNAMED_CLASSES)}
+    if not names:
+        return {index: f"class{index}" for index in range(count or UNNAMED_CLASSES)}
+    try:
+        return complete_names(names, count)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; export it again") from error
 
 
 def _onnx_description(path: Path) -> tuple[dict[str, str], list[int | None]]:

@@ -22,6 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from models.file_kinds import HEAD_BYTES, describe_foreign_file
+
 FOREIGN_PREFIXES = ("models.", "torch.nn.modules.")
 """Modules whose classes are recorded, never imported: the network definition inside an upstream file."""
 
@@ -44,9 +46,18 @@ STORAGE_DTYPES: dict[str, torch.dtype] = {
 MAX_MODULES = 100_000
 """Modules of a network that are visited before a file is given up; the largest published network has 2,000."""
 
+MAX_PICKLE_BYTES = 8_000_000
+"""Instructions that a file may have; a training file of the largest network has 1,500,000 bytes of them."""
+
 REFUSAL_HINTS = {
     "getattr": "a fused model was pickled; save the unfused model instead",
     "ultralytics": "this file belongs to the ultralytics package, whose networks are other ones",
+    "torch.nn.parallel": "a wrapped model was pickled; save its attribute 'module' instead",
+    "_rebuild_qtensor": "it holds quantized tensors; save the model as it was before quantization",
+    "_rebuild_sparse": "it holds sparse tensors; save them with to_dense()",
+    "_rebuild_meta": "it holds tensors without values, saved from the meta device",
+    "_rebuild_tensor_v3": "it holds tensors of a number type that networks here do not have; save them with float()",
+    "Complex": "it holds complex numbers, which networks here do not have",
 }
 
 
@@ -176,11 +187,16 @@ def read_torch_file(path: str | Path) -> Any:
 
 
 def _check_entries(archive: zipfile.ZipFile, size: int) -> None:
-    """Refuse an archive whose entries point outside of it or claim more bytes than the file has.
+    """Refuse an archive whose entries point outside of it, stand twice, or claim more bytes than the file has.
 
-    torch stores entries as they are, so together they are never larger than the archive.
+    torch stores entries as they are, so together they are never larger than the archive. Of two entries of one name
+    different programs read different ones, so what one of them has looked at says nothing about the other.
     """
+    seen: set[str] = set()
     for entry in archive.infolist():
+        if entry.filename in seen:
+            raise UnsafeWeightsError(f"holds the entry {entry.filename!r} twice; copy or download it again")
+        seen.add(entry.filename)
         name = entry.filename.replace("\\", "/")
         if name.startswith("/") or ".." in name.split("/") or ":" in name.split("/")[0]:
             raise UnsafeWeightsError(f"holds the entry {entry.filename!r}, which points outside of the archive")
@@ -188,7 +204,8 @@ def _check_entries(archive: zipfile.ZipFile, size: int) -> None:
     claimed = sum(entry.file_size for entry in archive.infolist())
     if claimed > size:
         raise UnsafeWeightsError(
-            f"claims to hold {claimed:,} bytes, but the file has {size:,}; torch writes no compressed entries"
+            f"claims to hold {claimed:,} bytes, but the file has {size:,}; torch writes no compressed "
+            "entries, so somebody packed it anew: give the file as torch.save wrote it"
         )
 
 
@@ -198,30 +215,12 @@ def check_is_archive(path: Path) -> None:
         raise FileNotFoundError(f"weights file {path} does not exist; check --weights")
     if path.is_dir():
         raise WeightsFileError(f"{path} is a folder; give the weights file inside it")
+    if not path.is_file():  # reading would wait for ever for whoever writes into it
+        raise WeightsFileError(f"{path} is a pipe or a device, not a file; write what it gives to a .pt file first")
     with path.open("rb") as stream:
-        head = stream.read(512)
+        head = stream.read(HEAD_BYTES)
     if head[:4] != b"PK\x03\x04":
         raise WeightsFileError(f"{path} {describe_foreign_file(head, path.suffix)}")
-
-
-def describe_foreign_file(head: bytes, suffix: str = "") -> str:
-    """Say in one clause what a file that is not a zip archive probably is, from its first bytes."""
-    text = head.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
-    if not head:
-        return "is empty (0 bytes); copy or download it again"
-    if text.startswith((b"<!doctype", b"<html", b"<?xml", b"<head")):
-        return "is a web page, not weights: the address answered with HTML; download the file itself"
-    if head.startswith(b"version https://git-lfs"):
-        return "is a Git LFS pointer, not weights; run 'git lfs pull' in its repository"
-    if suffix == ".onnx" or (head[:1] == b"\x08" and head[2:3] in (b"\x12", b"\x1a", b"\x3a")):
-        return "is an ONNX graph; give it the suffix .onnx to run it, and use a .pt file for training and export"
-    if head[8:9] == b"{" and b'"dtype"' in head:
-        return "is a safetensors file, which is not supported; save it with torch.save"
-    if head[:1] == b"\x80" or b"ustar" in head:
-        return "is a bare pickle or a file of torch before 1.6; save it again with a current torch"
-    if head.startswith(b"\x1f\x8b"):
-        return "is gzip-compressed; unpack it first"
-    return f"is not a weights file (it starts with {head[:8]!r})"
 
 
 def foreign_state_dict(module: ForeignObject) -> dict[str, Tensor]:
@@ -273,11 +272,19 @@ class _TableUnpickler(pickle.Unpickler):
         names = archive.namelist()
         self.folder = _pickle_folder(names)
         order = f"{self.folder}byteorder"
-        if order in names and archive.read(order) != b"little":
-            raise WeightsFileError("was written on a big-endian machine, which is not supported")
+        if order in names and (found := archive.read(order)) != b"little":
+            raise WeightsFileError(
+                f"says that its numbers have the byte order {found[:20].decode('latin1')!r}; only 'little' is read"
+            )
         self.storages: dict[str, Tensor] = {}
         self.table = _substitutes()
-        pickled = archive.read(f"{self.folder}data.pkl")
+        entry = archive.getinfo(f"{self.folder}data.pkl")
+        if entry.file_size > MAX_PICKLE_BYTES:
+            raise UnsafeWeightsError(
+                f"holds {entry.file_size:,} bytes of instructions, the most that is read is {MAX_PICKLE_BYTES:,}; "
+                "save weights only, without data beside them"
+            )
+        pickled = archive.read(entry)
         _check_claims(pickled)
         super().__init__(io.BytesIO(pickled))
 
@@ -354,7 +361,9 @@ def _pickle_folder(names: list[str]) -> str:
     found = [PurePosixPath(name).parts for name in names if PurePosixPath(name).name == "data.pkl"]
     if any(PurePosixPath(name).name == "constants.pkl" for name in names):
         raise WeightsFileError("is a TorchScript program; give it the suffix .torchscript to run it")
-    if len(found) != 1 or len(found[0]) != 2:
+    if len(found) > 1:
+        raise WeightsFileError(f"holds {len(found)} files data.pkl, expected one; copy or download it again")
+    if not found or len(found[0]) != 2:
         raise WeightsFileError(
             f"is a zip archive without weights (it holds {', '.join(names[:3]) or 'nothing'}); unpack it first"
         )

@@ -52,7 +52,9 @@ def save_upstream(path: str | Path, checkpoint: Checkpoint, model: DetectionMode
         "date": checkpoint.date,
     }
     renaming = SimpleNamespace(__name__=__name__, Pickler=_RenamingPickler)
-    torch.save(content, path, pickle_module=renaming, pickle_protocol=PROTOCOL)
+    archive = io.BytesIO()
+    torch.save(content, archive, pickle_module=renaming, pickle_protocol=PROTOCOL)
+    Path(path).write_bytes(archive.getbuffer())  # not by torch, which does not say that a disk is full
 
 
 def _as_upstream_keeps_it(model: DetectionModel, hyp: dict[str, Any]) -> DetectionModel:

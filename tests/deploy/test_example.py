@@ -66,7 +66,9 @@ def test_decoding_and_nms(example: ModuleType, seed: int) -> None:
         assert np.allclose(found, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("options", [{}, {"dynamic_hw": True}, {"half": True, "input_name": "input"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"dynamic_hw": True}, {"half": True, "input_name": "input"}, {"batch_size": 3}], ids=str
+)
 def test_whole_way(example: ModuleType, tmp_path: Path, options: dict) -> None:
     pytest.importorskip("onnxruntime")
     model = tiny_dual()
@@ -74,7 +76,7 @@ def test_whole_way(example: ModuleType, tmp_path: Path, options: dict) -> None:
     save_checkpoint(tmp_path / "best.pt", Checkpoint(model=model.state_dict(), yaml=model.yaml, nc=3, names=names))
     settings = {"imgsz": [96, 96], "include": ["onnx"], **options}
     (file,), _ = export(ExportOptions(weights=[str(tmp_path / "best.pt")], **settings))
-    detector = example.Detector(file, 96)
+    detector = example.Detector(file, 70)  # rounded up to the stride where the file leaves the size free
     assert detector.names == names
     image = picture(96, 80)
     found = detector(image, 0.5, 0.45)
@@ -98,3 +100,27 @@ def test_it_needs_no_torch_and_reads_what_opencv_reads(example: ModuleType, tmp_
     code += "finally: print([name for name in sys.modules if name.split('.')[0] in ('torch', 'models', 'utils')])"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_file_with_nms_inside_is_refused(example: ModuleType, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    model = tiny_dual()
+    save_checkpoint(tmp_path / "best.pt", Checkpoint(model=model.state_dict(), yaml=model.yaml, nc=3))
+    options = ExportOptions(weights=[str(tmp_path / "best.pt")], imgsz=[64, 64], include=["onnx_end2end"])
+    (file,), _ = export(options)
+    with pytest.raises(ValueError, match="gives num_dets, boxes, scores, classes.*export without --end2end"):
+        example.Detector(file)
+
+
+def test_pictures_without_content_and_of_16_bits(
+    example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty.jpg").touch()
+    with pytest.raises(ValueError, match="empty.jpg is no picture"):
+        example.read_picture(tmp_path / "empty.jpg")
+    pytest.importorskip("PIL")
+    grey = picture(20, 30)[..., 0].astype(np.uint16) * 257
+    cv2.imwrite(str(tmp_path / "deep.png"), grey)
+    with_opencv = example.read_picture(tmp_path / "deep.png")
+    monkeypatch.setitem(sys.modules, "cv2", None)
+    assert np.array_equal(example.read_picture(tmp_path / "deep.png"), with_opencv)

@@ -250,6 +250,33 @@ def test_wrong_operator_set_and_wrong_file(weights: Path) -> None:
     assert "starts from a .pt file" in failures[0] and "does not exist" in failures[1]
 
 
+def test_weights_that_are_not_finite_give_no_file(weights: Path, tmp_path: Path) -> None:
+    """A file with NMS inside would hide it: no detections in the file, and none in PyTorch."""
+    content = torch.load(weights, weights_only=True)
+    state = {
+        key: value * float("nan") if value.is_floating_point() else value for key, value in content["model"].items()
+    }
+    torch.save({**content, "model": state}, tmp_path / "best.pt")
+    formats_wanted = ["torchscript", "onnx", "onnx_end2end", "reparam"]
+    files, failures = export(
+        ExportOptions(weights=[str(tmp_path / "best.pt")], imgsz=[HEIGHT, WIDTH], include=formats_wanted)
+    )
+    assert not files and [file.name for file in tmp_path.iterdir()] == ["best.pt"]
+    (failure,) = failures  # of the weights, not of each format
+    assert "best.pt" in failure and "not finite" in failure
+
+
+@pytest.mark.parametrize("name", ["", " ", "output0", "boxes"])
+def test_input_has_a_name_of_its_own(name: str) -> None:
+    with pytest.raises(ValueError, match=f"--input-name '{name}': expected a name that no output has"):
+        ExportOptions(input_name=name)
+
+
+def test_size_beyond_the_memory_is_told(weights: Path) -> None:
+    _, failures = export(ExportOptions(weights=[str(weights)], imgsz=[2**20, 2**20], include=["onnx"]))
+    assert len(failures) == 1 and "--imgsz 1048576 1048576: one image of that size does not fit" in failures[0]
+
+
 def test_export_leaves_the_weights_alone(exported: Callable[..., Path], weights: Path) -> None:
     assert (exported() / "best.pt").read_bytes() == weights.read_bytes()
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import resource
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -264,3 +266,64 @@ def test_weights_of_the_original_in_every_format(
     for file in run_export(tmp_path / "best.pt", "openvino", "onnx", "reparam", "upstream", "torchscript"):
         difference = (DetectMultiBackend(file)(images) - expected).abs()
         assert difference[:, :4].max() < 0.05 and difference[:, 4:].max() < 1e-4, file
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["torchscript", "openvino"])
+def test_terminated_export_leaves_nothing_half_written(weights: Path, name: str) -> None:
+    """Queues and containers end programs with SIGTERM; what stood under the final name before stays."""
+    old = weights.with_name(weights.stem + FORMATS[name].suffix)
+    content = old / "old.xml" if FORMATS[name].is_folder else old
+    content.parent.mkdir(exist_ok=True)
+    content.write_text("old")
+    code = (
+        "import os, runpy, signal, sys; from dataclasses import replace; from utils.deploy import formats\n"
+        "def write(job, path):\n"
+        "    (path / 'part' if path.is_dir() else path).write_text('half')\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        f"formats.FORMATS[{name!r}] = replace(formats.FORMATS[{name!r}], write=write)\n"
+        f"sys.argv = ['export.py', '--weights', {str(weights)!r}, '--include', {name!r}, '--imgsz', '64']\n"
+        "runpy.run_path('export.py', run_name='__main__')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO_ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 143, done.stderr
+    assert {file.name for file in weights.parent.iterdir()} == {"best.pt", old.name}
+    assert content.read_text() == "old"
+
+
+def test_folder_that_may_not_be_written_to(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("utils.deploy.exporter.os.access", lambda path, mode: Path(path) != weights.parent)
+    files, failures = export(ExportOptions(weights=[str(weights)], imgsz=SIZE, include=["reparam", "torchscript"]))
+    assert not files and len(failures) == 1
+    assert f"{weights.parent} may not be written to; copy the weights" in failures[0]
+
+
+@pytest.fixture
+def little_room() -> Iterator[None]:
+    """Let no file grow beyond 60 KB, which fails like a full disk."""
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize("name", ["torchscript", "onnx", "onnx_end2end", "openvino", "reparam", "upstream"])
+def test_full_disk_is_told_and_leaves_nothing(weights: Path, little_room: None, name: str) -> None:
+    """Torch's own writer of TorchScript would end the whole process."""
+    if name.startswith("o"):
+        pytest.importorskip("openvino" if name == "openvino" else "onnx")
+    files, failures = export(ExportOptions(weights=[str(weights)], imgsz=SIZE, include=[name]))
+    assert not files and len(failures) == 1
+    assert "could not be written" in failures[0] and "MB are free there" in failures[0]
+    assert [file.name for file in weights.parent.iterdir()] == ["best.pt"]
+
+
+@pytest.mark.parametrize(("name", "words"), [("torchscript", "is a folder"), ("openvino", "is a file")])
+def test_target_of_another_kind_is_left_alone(weights: Path, name: str, words: str) -> None:
+    target = weights.with_name(weights.stem + FORMATS[name].suffix)
+    target.mkdir() if name == "torchscript" else target.write_text("mine")
+    files, failures = export(ExportOptions(weights=[str(weights)], imgsz=SIZE, include=[name]))
+    assert not files and words in failures[0] and "move it away" in failures[0]
+    assert {file.name for file in weights.parent.iterdir()} == {"best.pt", target.name}
+    assert target.is_dir() if name == "torchscript" else target.read_text() == "mine"

@@ -5,6 +5,7 @@ The package itself needs a GPU; a stand-in takes its place, and one test at the 
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,6 +44,13 @@ def test_trtexec_line_uses_current_flags() -> None:
     assert trtexec_line(Path("a.onnx"), description(dynamic=True), "input") == (
         f"{head} --minShapes=input:1x3x64x96 --optShapes=input:4x3x64x96 --maxShapes=input:16x3x64x96"
     )
+
+
+def test_trtexec_line_can_be_typed_whatever_the_folder_is_called() -> None:
+    for folder in ("runs/a b", "it's", "$(touch ran)", "数据;ls"):
+        words = shlex.split(trtexec_line(Path(folder) / "best.onnx", description(dynamic=True), "my images"))
+        assert words[1:3] == [f"--onnx={folder}/best.onnx", f"--saveEngine={folder}/best.engine"]
+        assert words[-1] == "--maxShapes=my images:16x3x64x96"
 
 
 @pytest.mark.parametrize(("version", "flags"), [("8.6.1", 1), ("10.9.0", 0), ("11.0.0", 0)])

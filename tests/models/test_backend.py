@@ -213,3 +213,57 @@ def test_list_of_one_file_is_a_file(weights: Path, golden: Callable[[str], Path]
         DetectMultiBackend([str(weights), str(weights)])
     detector = DetectMultiBackend(golden("models/upstream_gelan-t_stripped.pt"))
     assert len(detector.names) == 80
+
+
+def onnx_file(path: Path, inputs: list, metadata: dict[str, str] | None = None) -> Path:
+    """Write a graph that passes its first input on, with inputs as (number type, shape)."""
+    sources = [onnx.helper.make_tensor_value_info(f"in{i}", kind, shape) for i, (kind, shape) in enumerate(inputs)]
+    result = onnx.helper.make_tensor_value_info("output0", *inputs[0])
+    graph = onnx.helper.make_graph([onnx.helper.make_node("Identity", ["in0"], ["output0"])], "g", sources, [result])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
+    onnx.helper.set_model_props(model, metadata or {})
+    onnx.save(model, str(path))
+    return path
+
+
+IMAGES = (onnx.TensorProto.FLOAT, [1, 3, 64, 64])
+
+
+@pytest.mark.parametrize(
+    "inputs", [[(onnx.TensorProto.FLOAT, [1, 10])], [(onnx.TensorProto.UINT8, [1, 3, 64, 64])], [IMAGES, IMAGES]]
+)
+def test_onnx_of_another_purpose_is_told(tmp_path: Path, inputs: list) -> None:
+    with pytest.raises(ValueError, match=r"net\.onnx has the inputs in0 .*expected one, images"):
+        DetectMultiBackend(onnx_file(tmp_path / "net.onnx", inputs))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "words"),
+    [
+        ({"stride": "wide"}, "states the stride 'wide'"),
+        ({"stride": "0"}, "states the stride '0'"),
+        ({"names": "5"}, "class names are 5"),
+        ({"names": "{'x': 'bolt'}"}, "not numbered"),
+        ({"names": "__import__('os')"}, "no literal"),
+    ],
+)
+def test_metadata_that_make_no_sense_name_the_file(tmp_path: Path, metadata: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=rf"net\.onnx.*{words}.*export it again"):
+        DetectMultiBackend(onnx_file(tmp_path / "net.onnx", [IMAGES], metadata))
+
+
+@pytest.mark.parametrize("config", [{"shape": 5}, {"shape": [1, 3]}, {"shape": [1, 3, "a", 2]}, {"stride": "x"}])
+def test_torchscript_description_that_makes_no_sense_names_the_file(tmp_path: Path, config: dict) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        program = torch.jit.trace(nn.Identity(), torch.zeros(1, 3, 64, 64))
+        torch.jit.save(program, str(tmp_path / "net.torchscript"), _extra_files={"config.txt": json.dumps(config)})
+    with pytest.raises(ValueError, match=r"net\.torchscript states the .*export it again"):
+        DetectMultiBackend(tmp_path / "net.torchscript")
+
+
+def test_folder_and_no_weights_at_all_are_told(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is a folder; name a file, for example .*best.pt"):
+        DetectMultiBackend(tmp_path)
+    with pytest.raises(ValueError, match="weights are missing"):
+        DetectMultiBackend("")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,7 +28,7 @@ from models.checkpoint import (
 )
 from models.graph import DetectionModel
 from models.heads import lead_prediction
-from models.safe_reader import WeightsFileError
+from models.safe_reader import WeightsFileError, read_torch_file
 from tests.reference.fill import fill_state_dict
 from utils import files
 
@@ -353,3 +354,76 @@ def test_names_are_completed() -> None:
 def test_ensembles_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="ensembles"):
         attempt_load(["a.pt", "b.pt"])
+
+
+WRONG_TYPES = {
+    "model": 5, "ema": [1], "yaml": ["Conv"], "names": 3, "nc": "three", "stride": "8", "epoch": "last",
+    "best_fitness": "high", "updates": "many", "optimizer": [1], "scaler": 1, "trainer": "x", "hyp": 0.1, "opt": ["x"],
+    "metrics": 0.5, "data": [1], "date": 20260101, "kind": 7, "program": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG_TYPES)
+def test_entry_of_another_type_is_named(checkpoint: Checkpoint, tmp_path: Path, name: str) -> None:
+    """Nothing behind the reading has to ask again; what is foreign or damaged ends in one kind of error."""
+    save_checkpoint(tmp_path / "a.pt", replace(checkpoint, ema=None))
+    content = torch.load(tmp_path / "a.pt", weights_only=True)
+    torch.save({**content, name: WRONG_TYPES[name]}, tmp_path / "a.pt")
+    with pytest.raises(WeightsFileError, match=rf"a\.pt: .*{name}"):
+        load_checkpoint(tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize("name", ["model", "ema"])
+@pytest.mark.parametrize("entry", [{"model.0.weight": 5}, {7: torch.zeros(1)}])
+def test_states_hold_tensors_by_name(checkpoint: Checkpoint, tmp_path: Path, name: str, entry: dict) -> None:
+    torch.save({"format": FORMAT, "version": 1, "model": checkpoint.model, name: entry}, tmp_path / "a.pt")
+    with pytest.raises(WeightsFileError, match=f"a.pt: its entry '{name}' should hold tensors by name"):
+        load_checkpoint(tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize("version", [0, -1, True, "1", None, 1.0])
+def test_version_is_a_number_from_1(checkpoint: Checkpoint, tmp_path: Path, version: object) -> None:
+    torch.save({"format": FORMAT, "version": version, "model": checkpoint.model}, tmp_path / "a.pt")
+    with pytest.raises(WeightsFileError, match="a.pt: has format version"):
+        load_checkpoint(tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize("entries", [{"model": None}, {}])
+def test_average_alone_is_enough(checkpoint: Checkpoint, tmp_path: Path, entries: dict) -> None:
+    content = {"format": FORMAT, "version": 1, "yaml": checkpoint.yaml, "ema": checkpoint.ema, **entries}
+    torch.save(content, tmp_path / "a.pt")
+    read = load_checkpoint(tmp_path / "a.pt")
+    assert read.ema is None and all(torch.equal(read.model[key], value) for key, value in checkpoint.ema.items())
+    torch.save({**content, "ema": None}, tmp_path / "b.pt")
+    with pytest.raises(WeightsFileError, match="b.pt: holds no tensors"):
+        load_checkpoint(tmp_path / "b.pt")
+
+
+def test_upstream_file_with_the_average_alone(golden: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some programs drop the raw weights instead of the average."""
+    path = golden("models/upstream_gelan-t_stripped.pt")
+    expected, content = load_checkpoint(path), read_torch_file(path)
+    monkeypatch.setattr(
+        "models.checkpoint.read_torch_file", lambda _: {**content, "model": None, "ema": content["model"]}
+    )
+    read = load_checkpoint(path)
+    assert read.ema is None and read.names == expected.names
+    assert all(torch.equal(read.model[key], value) for key, value in expected.model.items())
+
+
+@pytest.mark.parametrize("names", [["bolt", "nut", "washer"], {"0": "bolt", "1": "nut", "2": "washer"}])
+def test_names_in_every_usual_form(checkpoint: Checkpoint, tmp_path: Path, names: object) -> None:
+    torch.save({"format": FORMAT, "version": 1, "model": checkpoint.model, "names": names}, tmp_path / "a.pt")
+    assert load_checkpoint(tmp_path / "a.pt").names == {0: "bolt", 1: "nut", 2: "washer"}
+
+
+@pytest.mark.parametrize("names", [5, "abc", {"x": "bolt"}, {None: "bolt"}])
+def test_names_that_are_none_are_told(names: object) -> None:
+    with pytest.raises(ValueError, match="the class names"):
+        complete_names(names, 3)
+
+
+@pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "_orig_mod.module."])
+def test_state_dict_of_a_wrapped_model(model: DetectionModel, tmp_path: Path, wrapper: str) -> None:
+    torch.save({f"{wrapper}{key}": value for key, value in model.state_dict().items()}, tmp_path / "a.pt")
+    assert list(load_checkpoint(tmp_path / "a.pt").model) == list(model.state_dict())

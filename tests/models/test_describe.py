@@ -106,3 +106,14 @@ def test_command_line(training_file: Path) -> None:
     line = [sys.executable, "-m", "models.checkpoint", "info", str(training_file)]
     done = subprocess.run(line, cwd=REPO_ROOT, capture_output=True, text=True, check=True)
     assert "螺母" in done.stdout and not done.stderr
+
+
+def test_text_of_a_file_cannot_rewrite_the_terminal(tmp_path: Path) -> None:
+    model = tiny_dual()
+    names = {0: "bolt\x1b[2K\rkind: harmless", 1: "螺母", 2: "x" * 5000}
+    content = Checkpoint(model=model.state_dict(), yaml=model.yaml, nc=3, names=names, opt={"data": "a\nformat  mine"})
+    content.optimizer = {"state": 5}
+    save_checkpoint(tmp_path / "a.pt", content)
+    lines = info(tmp_path / "a.pt")
+    assert all(line.isprintable() and len(line) < 1100 for line in lines)
+    assert any("bolt\\x1b[2K\\rkind" in line and "螺母" in line for line in lines)

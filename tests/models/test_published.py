@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import socket
 import threading
 import time
@@ -178,3 +179,21 @@ def test_without_network_the_answer_comes_within_seconds(
     monkeypatch.setenv("YOLO_WEIGHTS_URL", "file:///etc")
     with pytest.raises(ValueError, match="https://"):
         find_weights(NAME)
+
+
+def test_missing_file_names_what_is_there(tmp_path: Path) -> None:
+    for name in ("best.pt", "last.pt", "best.onnx"):
+        (tmp_path / name).touch()
+    with pytest.raises(FileNotFoundError, match=r"bets\.pt does not exist .*there is best\.pt; check --weights"):
+        find_weights(tmp_path / "bets.pt")
+    with pytest.raises(FileNotFoundError, match=r"zzzz\.pt does not exist .*; check --weights"):
+        find_weights(tmp_path / "zzzz.pt")
+    with pytest.raises(FileNotFoundError, match=r"the folder .*nowhere does not exist either"):
+        find_weights(tmp_path / "nowhere" / "best.pt")
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".onnx", ".torchscript", ".engine"])
+def test_pipe_is_not_waited_for(tmp_path: Path, suffix: str) -> None:
+    os.mkfifo(tmp_path / f"best{suffix}")
+    with pytest.raises(WeightsFileError, match="is a pipe or a device"):
+        DetectMultiBackend(tmp_path / f"best{suffix}")

@@ -239,6 +239,16 @@ FOREIGN_HEADS = {
     b"\x1f\x8b\x08": "gzip",
     b'\x10\x00\x00\x00\x00\x00\x00\x00{"a":{"dtype":"F32"}}': "safetensors",
     b"\xff\xd8\xff\xe0": "not a weights file",
+    b"BZh91AY&SY": "bzip2",
+    b"\xfd7zXZ\x00\x00": "xz-compressed",
+    b"7z\xbc\xaf\x27\x1c\x00": "7-Zip",
+    b"Rar!\x1a\x07": "RAR",
+    b"PK\x05\x06" + bytes(18): "empty zip",
+    b"\x89HDF\r\n\x1a\n": "HDF5",
+    b"GGUF\x03\x00": "GGUF",
+    b"\x14\x00\x00\x00" + b'{"stride": 32}': "TensorRT engine",
+    b"README.md".ljust(257, b"\x00") + b"ustar  ": "tar archive",
+    b'{"message":"Not Found"}': "not a weights file",
 }
 
 
@@ -285,3 +295,65 @@ def test_zip_without_weights_and_torchscript(tmp_path: Path) -> None:
 def test_malformed_pickle_is_one_kind_of_error(tmp_path: Path, pickled: bytes) -> None:
     with pytest.raises(WeightsFileError, match="bad.pt"):
         read_torch_file(write_archive(tmp_path / "bad.pt", pickled))
+
+
+def saved(path: Path, content: object) -> Path:
+    torch.save(content, path)
+    return path
+
+
+@pytest.mark.parametrize("name", ["data.pkl", "data/0"])
+def test_entry_that_stands_twice_is_refused(tmp_path: Path, name: str) -> None:
+    """Which of the two is read differs between programs, so a checked file could be another one elsewhere."""
+    path = saved(tmp_path / "twice.pt", {"model.0.weight": torch.zeros(3)})
+    with zipfile.ZipFile(path, "a") as archive, pytest.warns(UserWarning, match="Duplicate"):
+        archive.writestr(f"twice/{name}", b"x")
+    with pytest.raises(UnsafeWeightsError, match=f"twice/{name}' twice"):
+        read_torch_file(path)
+
+
+def test_two_pickles_and_another_byte_order(tmp_path: Path) -> None:
+    path = saved(tmp_path / "two.pt", {"model.0.weight": torch.zeros(3)})
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("other/data.pkl", b"x")
+    with pytest.raises(WeightsFileError, match="two.pt: holds 2 files data.pkl, expected one"):
+        read_torch_file(path)
+    for order in ("big", "", "middle"):
+        path = write_archive(tmp_path / "order.pt", pickle.dumps({}, 2), {"byteorder": order.encode()})
+        with pytest.raises(WeightsFileError, match=f"the byte order '{order}'; only 'little'"):
+            read_torch_file(path)
+
+
+def test_instructions_without_end_are_not_read(tmp_path: Path) -> None:
+    path = write_archive(tmp_path / "long.pt", b"\x80\x02" + b"N0" * 5_000_000 + b"N.")
+    with pytest.raises(UnsafeWeightsError, match="bytes of instructions, the most that is read"):
+        read_torch_file(path)
+
+
+def test_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "weights.pt")
+    with pytest.raises(WeightsFileError, match="weights.pt is a pipe or a device"):
+        read_torch_file(tmp_path / "weights.pt")
+    with pytest.raises(WeightsFileError, match="/dev/null is a pipe or a device"):
+        read_torch_file("/dev/null")
+
+
+@pytest.mark.parametrize(
+    ("tensor", "words"),
+    [
+        (torch.zeros(2, dtype=torch.complex64), "complex numbers"),
+        (torch.zeros(2, dtype=torch.uint16), "number type"),
+        (torch.eye(2).to_sparse(), "to_dense"),
+        (torch.zeros(2, device="meta"), "without values"),
+    ],
+)
+def test_tensors_of_other_kinds_are_named(tmp_path: Path, tensor: torch.Tensor, words: str) -> None:
+    with pytest.raises(WeightsFileError, match=words):
+        read_torch_file(saved(tmp_path / "kind.pt", {"model.0.weight": tensor}))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+def test_quantized_tensors_are_named(tmp_path: Path) -> None:
+    quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+    with pytest.raises(WeightsFileError, match="before quantization"):
+        read_torch_file(saved(tmp_path / "kind.pt", {"model.0.weight": quantized}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import statistics
 import tempfile
@@ -26,7 +27,7 @@ from models.runners import Runner, lead_output
 from utils.deploy.description import ExportDescription
 from utils.deploy.formats import FORMATS, ExportJob, InferenceNetwork, check_formats
 from utils.deploy.tensorrt_engine import trtexec_line
-from utils.files import atomic_write
+from utils.files import FULL, atomic_write, write_error
 from utils.log import LOGGER
 from utils.nms import non_max_suppression
 from utils.options import ExportOptions
@@ -82,16 +83,22 @@ def export(options: ExportOptions) -> tuple[list[Path], list[str]]:
     written: list[Written] = []
     failures: list[str] = []
     for weights in map(Path, options.weights):
-        job, done = None, []
+        try:
+            job = prepare(weights, options, device)
+        except EXPORT_ERRORS as error:
+            told = str(error)
+            failures.append(told if str(weights) in told else f"{weights}: {told}")
+            LOGGER.error(f"export failed: {failures[-1]}")
+            continue
+        done: list[Written] = []
         for name in formats:
             try:
-                job = job or prepare(weights, options, device)
                 done.append(_write_checked(name, weights.with_name(weights.stem + FORMATS[name].suffix), job))
                 _report(done[-1], job)
             except EXPORT_ERRORS as error:
                 failures.append(f"{name} of {weights}: {error}")
                 LOGGER.error(f"export failed: {failures[-1]}")
-        if done and job and (options.benchmark or len(done) > 1):
+        if done and (options.benchmark or len(done) > 1):
             _log_table(done, job)
         written += done
     return [entry.path for entry in written], failures
@@ -102,11 +109,21 @@ def prepare(weights: Path, options: ExportOptions, device: torch.device) -> Expo
     if weights.suffix.lower() != ".pt":
         raise ValueError(f"--weights {weights}: export starts from a .pt file")
     checkpoint = load_checkpoint(find_weights(weights, offline=options.offline))
+    if not os.access(weights.parent, os.W_OK):
+        raise PermissionError(
+            f"{weights}: exported files go beside the weights, and {weights.parent.absolute()} may not be written to; "
+            "copy the weights into a folder of your own"
+        )
     model = build_model(checkpoint).eval().requires_grad_(False)
     lean = inference_form(model).requires_grad_(False)
     stride = int(model.stride.max())
     height, width = check_img_size(list(options.imgsz), stride)
-    _check_conversion(model, lean, (height, width))
+    try:
+        _check_conversion(model, lean, (height, width))
+    except RuntimeError as error:
+        if "allocate memory" not in str(error):
+            raise
+        raise ValueError(f"--imgsz {height} {width}: one image of that size does not fit into memory") from error
     for title, text in describe_network(model).items():
         LOGGER.info(f"{title:<14} {text}")
     description = ExportDescription(
@@ -133,7 +150,10 @@ def prepare(weights: Path, options: ExportOptions, device: torch.device) -> Expo
 def _check_conversion(model: DetectionModel, lean: DetectionModel, size: tuple[int, int]) -> None:
     """Compare the inference form with the model it was made from, on noise, both on the CPU."""
     images = torch.rand(1, 3, *size, generator=torch.Generator().manual_seed(0))
-    deviation = (lead_prediction(lean(images)) - lead_prediction(model(images))).abs()
+    expected = lead_prediction(model(images))
+    if not torch.isfinite(expected).all():
+        raise ValueError("the network gives values that are not finite; take the weights of an earlier epoch")
+    deviation = (lead_prediction(lean(images)) - expected).abs()
     found = Difference(box_px=deviation[:, :4].max().item(), score=deviation[:, 4:].max().item())
     _check_difference(found, is_half=False, what="the inference form")
 
@@ -141,6 +161,9 @@ def _check_conversion(model: DetectionModel, lean: DetectionModel, size: tuple[i
 def _write_checked(name: str, target: Path, job: ExportJob) -> Written:
     """Write one format under a temporary name, compare it with PyTorch, then give it its name."""
     form, difference, image_ms = FORMATS[name], None, 0.0
+    if target.exists() and target.is_dir() != form.is_folder:
+        found, wanted = ("file", "folder") if form.is_folder else ("folder", "file")
+        raise FileExistsError(f"{target} is a {found}, and a {wanted} of that name is to be written; move it away")
     with atomic_folder(target) if form.is_folder else atomic_write(target) as temporary:
         with warnings.catch_warnings():
             if not job.options.verbose:
@@ -165,14 +188,19 @@ def atomic_folder(target: Path) -> Iterator[Path]:
     temporary = Path(tempfile.mkdtemp(prefix=".export", suffix=target.name, dir=target.parent))
     old = temporary.with_name(temporary.name + ".old")
     try:
-        yield temporary
-        temporary.chmod(0o755)  # the temporary folder is for its maker only
-        if target.exists():
-            os.replace(target, old)
-        os.replace(temporary, target)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+        try:
+            yield temporary
+            temporary.chmod(0o755)  # the temporary folder is for its maker only
+            if target.exists():
+                os.replace(target, old)
+            os.replace(temporary, target)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+            shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        if error.errno in FULL:
+            raise write_error(target, error) from error
+        raise
 
 
 @torch.no_grad()
@@ -270,9 +298,10 @@ def _report(written: Written, job: ExportJob) -> None:
     )
     if written.format == "upstream":
         return
-    LOGGER.info(f"  python detect_dual.py --weights {file} --imgsz {height} {width} --source PICTURES")
+    typed = shlex.quote(str(file))
+    LOGGER.info(f"  python detect_dual.py --weights {typed} --imgsz {height} {width} --source PICTURES")
     if height == width:
-        LOGGER.info(f"  python val_dual.py --weights {file} --imgsz {height} --data DATA.yaml")
+        LOGGER.info(f"  python val_dual.py --weights {typed} --imgsz {height} --data DATA.yaml")
     if written.format == "onnx":
         LOGGER.info(f"  {trtexec_line(file, job.description, job.options.input_name, job.options.workspace)}")
 

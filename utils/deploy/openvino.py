@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from utils.deploy.description import ExportDescription
-from utils.files import write_yaml
+from utils.files import write_error, write_yaml
 
 
 def write_openvino(onnx_file: Path, folder: Path, stem: str, description: ExportDescription) -> None:
@@ -14,6 +14,7 @@ def write_openvino(onnx_file: Path, folder: Path, stem: str, description: Export
     Raises:
         ImportError: the openvino package is missing.
         ValueError: OpenVINO cannot read the graph.
+        OSError: the files could not be written.
     """
     try:
         import openvino
@@ -21,7 +22,10 @@ def write_openvino(onnx_file: Path, folder: Path, stem: str, description: Export
         raise ImportError("writing OpenVINO needs a package: pip install openvino") from error
     try:
         model = openvino.Core().read_model(str(onnx_file))
-        openvino.save_model(model, str(folder / f"{stem}.xml"), compress_to_fp16=description.half)
     except RuntimeError as error:
         raise ValueError(f"OpenVINO cannot convert the graph: {str(error).splitlines()[0]}") from error
+    try:
+        openvino.save_model(model, str(folder / f"{stem}.xml"), compress_to_fp16=description.half)
+    except RuntimeError as error:
+        raise write_error(folder, error) from error
     write_yaml(folder / f"{stem}.yaml", description.plain())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,15 +30,17 @@ def workspace_mib(workspace: float) -> int:
 def trtexec_line(
     onnx_file: Path, description: ExportDescription, input_name: str = "images", workspace: float = 4
 ) -> str:
-    """Compose the command that builds an engine (TensorRT 8.6 or later) from an ONNX file."""
+    """Compose the command that builds an engine (TensorRT 8.6 or later) from an ONNX file, to be typed as it is."""
     _, _, height, width = description.shape
+    source, target = (shlex.quote(str(file)) for file in (onnx_file, onnx_file.with_suffix(".engine")))
     line = (
-        f"trtexec --onnx={onnx_file} --saveEngine={onnx_file.with_suffix('.engine')} --fp16 "
+        f"trtexec --onnx={source} --saveEngine={target} --fp16 "
         f"--memPoolSize=workspace:{workspace_mib(workspace)} --skipInference"
     )
     if description.dynamic or description.dynamic_hw:
         profile = zip(("min", "opt", "max"), batch_profile(description.shape[0]), strict=True)
-        line += "".join(f" --{kind}Shapes={input_name}:{count}x3x{height}x{width}" for kind, count in profile)
+        name = shlex.quote(input_name)
+        line += "".join(f" --{kind}Shapes={name}:{count}x3x{height}x{width}" for kind, count in profile)
     return line
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -19,4 +20,7 @@ def write_torchscript(network: nn.Module, images: Tensor, path: Path, descriptio
     """
     with torch.no_grad():
         traced = torch.jit.trace(network, images, strict=False, check_trace=False)
-    traced.save(str(path), _extra_files={"config.txt": json.dumps(description.script_config(), ensure_ascii=False)})
+    content = io.BytesIO()
+    config = json.dumps(description.script_config(), ensure_ascii=False)
+    torch.jit.save(traced, content, _extra_files={"config.txt": config})
+    path.write_bytes(content.getbuffer())  # not by torch, whose writer ends the whole process on a full disk

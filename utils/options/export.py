@@ -8,6 +8,9 @@ from pathlib import Path
 from utils.cli import option
 from utils.options.base import FromCli, height_width
 
+OUTPUT_NAMES = ("output0", "num_dets", "boxes", "scores", "classes")
+"""Names that an input may not have, as the outputs of ONNX files have them."""
+
 
 @dataclass(kw_only=True)
 class ExportOptions(FromCli):
@@ -47,6 +50,11 @@ class ExportOptions(FromCli):
     def __post_init__(self) -> None:
         self.check_at_least(batch_size=1, opset=11, topk_all=1)
         self.check_fractions("iou_thres", "conf_thres")
+        if not self.input_name.strip() or self.input_name in OUTPUT_NAMES:
+            raise ValueError(
+                f"--input-name {self.input_name!r}: expected a name that no output has ({', '.join(OUTPUT_NAMES)}), "
+                "images is usual"
+            )
         if not self.workspace > 0:
             raise ValueError(f"--workspace {self.workspace}: should be above 0, 4 is usual")
         self.weights = [self.weights] if isinstance(self.weights, (str, Path)) else list(self.weights)
