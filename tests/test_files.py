@@ -177,3 +177,10 @@ def test_yaml_keys_that_stand_twice_are_refused_with_both_lines(tmp_path: Path) 
     path.write_text("lr0: 0.01\nlrf: 0.1\nlr0: 0.02\n")
     with pytest.raises(ValueError, match=r"hyp\.yaml: the key 'lr0' stands on line 1 and again on line 3"):
         read_yaml(path)
+
+
+def test_a_yaml_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"none\.yaml, a YAML file, could not be read: No such file"):
+        read_yaml(tmp_path / "none.yaml")
+    with pytest.raises(IsADirectoryError, match="a YAML file, could not be read: Is a directory"):
+        read_yaml(tmp_path)

@@ -219,13 +219,16 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     """Read a YAML mapping (UTF-8, with or without byte order mark) with the safe loader.
 
     Raises:
-        ValueError: not UTF-8, not YAML, or no mapping; the message names the file and the line.
+        OSError: not there, a folder, or without permission.
+        ValueError: not UTF-8, not YAML, a key twice, or no mapping; the message names the file and the line.
     """
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8-sig")
         refuse_repeated_keys(text, path)
         content = yaml.safe_load(text)
+    except OSError as error:
+        raise type(error)(f"{path}, a YAML file, could not be read: {error.strerror}; give the path of one") from error
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8"
