@@ -108,3 +108,29 @@ def test_a_forked_process_leaves_the_workers_alone() -> None:
     assert all(is_alive(pid) for pid in pids)
     next(iter(loader))
     loader.close()
+
+
+LEFT_OPEN = """
+    import sys
+    from tests.data.loader_kit import probe_loader
+
+    loader = probe_loader(2)
+    batches = iter(loader)
+    next(batches)
+    if sys.argv[1] == "cycle":
+        loader.myself = loader
+    if sys.argv[1] == "kept":
+        sys.kept = loader  # is taken down last
+    if sys.argv[1] == "error":
+        raise RuntimeError("on purpose")
+    print("over")
+"""
+
+
+@pytest.mark.parametrize("kind", ["global", "cycle", "kept", "error"])
+def test_a_program_that_leaves_a_loader_open_ends(kind: str) -> None:
+    """The loader is taken down with the interpreter, where a new thread would never begin to run."""
+    command = [sys.executable, "-c", textwrap.dedent(LEFT_OPEN), kind]
+    done = subprocess.run(command, cwd=REPO_ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == (1 if kind == "error" else 0)
+    assert ("on purpose" in done.stderr) if kind == "error" else (done.stdout == "over\n" and not done.stderr)

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.evaluate.fakes import FakeLoader, FakeModel
+from tests.evaluate.fakes import FakeLoader, FakeModel, prediction, shape_entry
 from tests.evaluate.run_kit import NAMES, validate_pictures
+from utils.evaluate import record
 from utils.evaluate.record import FILE_NAME, PICTURE_SIDE, write_evaluation
 from utils.evaluate.result import worst_images
 from utils.evaluate.scene import Findings, Scene
@@ -90,6 +91,39 @@ def test_an_evaluation_of_nothing(tmp_path):
     result = Validator(FakeLoader([]), names={0: "a"}, device="cpu").run(FakeModel([]))
     content = json.loads(write_evaluation(result, tmp_path).read_text(encoding="utf-8"))
     assert content["coco"]["ap"] is None and content["curves"] == {} and content["worst"] == {"missed": [], "false": []}
+
+
+def test_where_nothing_is_right_the_worst_images_show_what_detection_would(tmp_path):
+    """No confidence is best then; at confidence 0 a picture would be covered with hundreds of boxes."""
+    found = [(50 + shift, 50, 20, 20, 0, 0.01 + 0.09 * shift) for shift in range(10)]
+    batch = (torch.zeros(1, 3, 96, 96, dtype=torch.uint8), torch.zeros(0, 6), ("a.jpg",), (shape_entry((96, 96)),))
+    result = Validator(FakeLoader([batch]), names={0: "a"}, device="cpu", iou_thres=1).run(
+        FakeModel([prediction([found], 1)])
+    )
+    assert result.point.confidence == 0
+    (example,) = result.examples[1]
+    assert example.false == len(example.boxes) == sum(box[5] > 0.25 for box in found)
+    assert json.loads(write_evaluation(result, tmp_path).read_text(encoding="utf-8"))["worst_confidence"] == 0.25
+
+
+def test_of_many_false_boxes_only_the_surest_are_drawn(result, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(
+        record, "_drawn", lambda image, boxes, titles, is_good: drawn.append((len(boxes), titles)) or ""
+    )
+    example = result.examples[1][0]
+    count = record.MOST_FALSE + 20
+    many = replace(
+        example,
+        boxes=np.tile(example.label_boxes[:1] if len(example.label_boxes) else [[1, 1, 9, 9]], (count, 1)),
+        confidence=np.linspace(0.9, 0.1, count),
+        predicted=np.zeros(count),
+        is_right=np.arange(count) == count - 1,  # the least sure one is right, and stays
+    )
+    record.draw_example(many, NAMES)
+    number, titles = drawn[1]
+    assert number == record.MOST_FALSE + 1
+    assert titles[0] == "cat 0.90" and titles[-1] == "cat 0.10"
 
 
 # --- which images are worst -------------------------------------------------------------------------------------------

@@ -109,6 +109,37 @@ def test_a_run_that_cannot_be_read_costs_a_comparison_only_itself(runs, tmp_path
     assert not (tmp_path / "none.html").exists()
 
 
+def test_a_run_given_twice_is_compared_once(runs, tmp_path, log):
+    again = runs[0].parent / "." / "exp"
+    page = write_comparison([runs[0], runs[1], f"{again}/", runs[1]], tmp_path / "page.html").read_text(
+        encoding="utf-8"
+    )
+    data = json.loads(page.split('id="data">')[1].split("</script>")[0])
+    assert [run["folder"] for run in data["runs"]] == list(map(str, runs))
+    assert f"{again}/ is given more than once" in log.text
+
+
+def test_a_comparison_that_cannot_be_written_names_the_option(runs, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=r"file/page\.html was not written: .*; choose another --output"):
+        main([*map(str, runs), "--output", str(tmp_path / "file" / "page.html")])
+
+
+def test_the_output_may_be_a_folder(runs, tmp_path, log):
+    assert main([str(runs[0]), "--output", str(tmp_path)]) == 0 and (tmp_path / "report.html").is_file()
+    assert main([*map(str, runs), "--output", f"{tmp_path}/new/"]) == 0
+    assert (tmp_path / "new" / "comparison.html").is_file()
+
+
+def test_a_report_that_cannot_be_written_says_where_else_to_write_it(runs, monkeypatch, log):
+    def fail(*_):
+        raise PermissionError(13, "Permission denied", "report.html")
+
+    monkeypatch.setattr(report, "write_text_atomic", fail)
+    assert main([str(runs[0])]) == 1
+    assert f"python -m utils.evaluate.report {runs[0]} --output" in log.text
+
+
 # --- in a browser -----------------------------------------------------------------------------------------------------
 
 
@@ -243,6 +274,113 @@ def test_many_classes(browser, tmp_path):
     browser.open(write_report(folder))
     assert browser.evaluate("document.querySelectorAll('canvas').length") == 1
     assert browser.problems == []
+    assert browser.evaluate("document.querySelectorAll('.choice').length") == 0, "a picture shows shares only"
+
+
+@pytest.mark.parametrize(
+    "part", ["classes", "confusion", "curves", "worst", "coco", "sizes", "settings", "operating_confidence"]
+)
+@pytest.mark.parametrize("value", [None, 3, "text", [1], {"a": {"b": 1}}])
+def test_data_of_an_unexpected_form_cost_their_section_only(browser, damaged, part, value):
+    path = damaged / "evaluation.json"
+    content = json.loads((damaged / "whole.json").read_text(encoding="utf-8"))
+    path.write_text(json.dumps({**content, part: value}), encoding="utf-8")
+    browser.problems.clear()
+    browser.open(write_report(damaged))
+    assert browser.problems == []
+    titles = browser.evaluate("[...document.querySelectorAll('section')].map(part => part.dataset.title)")
+    assert {"Summary", "Data", "Curves", "Monitor", "Files"} <= set(titles)
+    assert browser.evaluate("document.querySelectorAll('#summary .tile').length") > 5 or part == "settings"
+
+
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory):
+    folder = make_run(tmp_path_factory.mktemp("damaged") / "exp", epochs=2)
+    (folder / "evaluation.json").rename(folder / "whole.json")
+    return folder
+
+
+def test_damaged_files_and_columns_are_told_on_the_page(browser, tmp_path):
+    folder = make_run(tmp_path / "exp")
+    table = (folder / "results.csv").read_text()
+    (folder / "evaluation.json").write_text("{")
+    (folder / "results.csv").write_text(table.replace("epoch", "other", 1))
+    browser.problems.clear()
+    browser.open(write_report(folder))
+    notes = browser.evaluate("document.querySelector('#notes').innerText")
+    assert "evaluation.json could not be read" in notes and "'epoch'" in notes
+    assert browser.problems == []
+
+
+def test_axes_of_epochs_have_whole_numbers_and_huge_values_fit(browser, tmp_path):
+    folder = make_run(tmp_path / "exp", epochs=2)
+    head, *rows = (folder / "results.csv").read_text().splitlines()
+    rows = [row.split(",") for row in rows]
+    rows[1][1] = "1e308"
+    (folder / "results.csv").write_text("\n".join([head, *map(",".join, rows)]) + "\n")
+    browser.problems.clear()
+    browser.open(write_report(folder))
+    texts = "[...document.querySelectorAll('#curves svg')].flatMap(svg => [...svg.querySelectorAll('text')])"
+    below = f"{texts}.filter(text => text.getAttribute('text-anchor') === 'middle').map(text => text.textContent)"
+    assert set(browser.evaluate(below)) == {"0", "1"}
+    assert browser.evaluate(f"{texts}.filter(text => text.getBBox().x < 0).map(text => text.textContent)") == []
+    assert browser.problems == []
+
+
+@pytest.mark.parametrize(("lowest", "highest"), [(990, 1010), (400, 3000), (3, 80), (1e-4, 1e4)])
+def test_logarithmic_axes_have_round_numbers(browser, tmp_path, lowest, highest):
+    folder = make_run(tmp_path / "exp", epochs=2)
+    (folder / "monitor.csv").write_text(f"step,train/grad_norm\n1,{lowest}\n2,{highest}\n")
+    browser.open(write_report(folder))
+    charts = "[...document.querySelectorAll('#monitor .chart')]"
+    chart = f"{charts}.find(chart => chart.getAttribute('aria-label').startsWith('Gradient norm'))"
+    beside = f"[...{chart}.querySelectorAll('text[text-anchor=end]')].slice(0, -1)"  # the last is the name of the axis
+    texts = browser.evaluate(f"{beside}.map(text => text.textContent.replace(/ /g, ''))")
+    assert len(texts) >= 2
+    for value in map(float, texts):
+        digits = f"{value:.6e}".split("e")[0].replace(".", "").rstrip("0")
+        assert len(digits) == 1 or highest / lowest < 2, f"{value} is not round"
+
+
+def test_long_names_stay_inside_their_cards(browser, tmp_path):
+    folder = make_run(tmp_path / "exp")
+    for name in ("evaluation.json", "data_report.json"):
+        text = (folder / name).read_text(encoding="utf-8")
+        (folder / name).write_text(text.replace('"cat"', '"' + "a very long name " * 8 + '"'), encoding="utf-8")
+    for width in (1400, 400):
+        browser.resize(width, 800)
+        browser.open(write_report(folder))
+        outside = (
+            "[...document.querySelectorAll('.card *')].filter(node => !node.closest('.scroll, svg, .tip') && "
+            "node.getBoundingClientRect().right > node.closest('.card').getBoundingClientRect().right + 1)"
+            ".map(node => node.outerHTML.slice(0, 80))"
+        )
+        assert browser.evaluate(outside) == []
+        assert browser.evaluate("document.documentElement.scrollWidth") <= width
+    assert browser.problems == []
+
+
+def test_without_labels_nothing_is_called_zero(browser, tmp_path):
+    folder = make_run(tmp_path / "exp")
+    path = folder / "evaluation.json"
+    content = {**json.loads(path.read_text(encoding="utf-8")), "instances": 0, "map": 0, "map50": 0}
+    path.write_text(json.dumps(content), encoding="utf-8")
+    (folder / "results.csv").unlink()
+    browser.open(write_report(folder))
+    assert browser.evaluate("document.querySelector('#summary .tile.main .value').textContent") == "–"
+    assert "has a label" in browser.evaluate("document.querySelector('#notes').innerText")
+
+
+def test_curves_that_say_nothing_are_replaced_by_a_sentence(browser, tmp_path):
+    folder = make_run(tmp_path / "exp")
+    path = folder / "evaluation.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    content["curves"]["f1"]["mean"] = [0] * 101
+    content["operating_confidence"] = 0
+    path.write_text(json.dumps(content), encoding="utf-8")
+    browser.open(write_report(folder))
+    text = browser.evaluate("document.body.innerText")
+    assert "No detection is right" in text and "confidence 0, where" not in text
 
 
 def test_comparison_of_runs(browser, runs, tmp_path):
@@ -261,6 +399,14 @@ def test_comparison_of_runs(browser, runs, tmp_path):
     lines = "document.querySelector('.chart').querySelectorAll('path.series').length"
     assert browser.evaluate(lines) == 2
     assert browser.evaluate("document.querySelectorAll('.chart').length") >= 12
+    assert "share of the run" not in browser.evaluate("document.querySelector('#curves').textContent")
+    browser.evaluate("document.querySelector('#curves .choice').click()")
+    courses = (
+        "[...document.querySelector('.chart').querySelectorAll('path.series')].map(path => path.getAttribute('d'))"
+    )
+    ends = [course.split("L")[-1].split()[0] for course in browser.evaluate(courses)]
+    assert ends[0] == ends[1], "over the share of the run both end at 1"
+    browser.evaluate("document.querySelector('#curves .choice').click()")
     best = browser.evaluate(
         "[...document.querySelectorAll('td.best')].map(cell => cell.closest('tr').cells[0].textContent)"
     )

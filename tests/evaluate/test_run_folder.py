@@ -84,6 +84,34 @@ def test_values_that_json_cannot_hold_leave_the_report_standing(tmp_path, name, 
         assert run["options"]["clip_grad"] == "inf" and "--clip-grad inf" in run["command"]
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("results.csv", "a,b\n1,2\n"),
+        ("monitor.csv", b"\xff\xfe"),
+        ("data_report.json", "[]"),
+        ("evaluation.json", '{"a": 1'),
+        ("opt.yaml", ": : :"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path, name, content):
+    folder = make_run(tmp_path / "exp", epochs=2)
+    assert read_run(folder)["unread"] == []
+    (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    (line,) = read_run(folder)["unread"]
+    assert line.startswith(f"{name} could not be read")
+    (folder / name).unlink()
+    assert read_run(folder)["unread"] == [], "what was never written is no damage"
+
+
+def test_a_validation_is_told_from_a_training(tmp_path):
+    folder = make_run(tmp_path / "exp", epochs=2)
+    assert read_run(folder)["kind"] == "Training"
+    for name in ("opt.yaml", "results.csv"):
+        (folder / name).unlink()
+    assert read_run(folder)["kind"] == "Validation"
+
+
 def test_a_folder_of_something_else_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="not a run's folder"):
         read_run(tmp_path)
@@ -152,6 +180,19 @@ def test_advice_on_sizes_classes_and_rare_labels():
     assert "--img" in small and "60 of 100" in small
     assert mixed.startswith("20 of 90 'cat' were taken for 'dog'")
     assert "dog" in rare and "1 class" in rare
+
+
+def test_advice_on_a_validation_that_could_not_measure_or_found_nothing():
+    (line,) = advise({}, {"images": 8, "instances": 0, "map50": 0.0}, epochs=0)
+    assert "none of the 8" in line and "'labels'" in line
+    (line,) = advise({}, {"images": 8, "instances": 5, "map50": 0.0}, epochs=0)
+    assert "class order" in line and "--img" in line
+    assert advise({}, {"images": 8, "instances": 5, "map50": 0.4}, epochs=0) == []
+    assert advise({}, {}, epochs=0) == []
+
+
+def test_sizes_are_not_compared_where_nothing_is_found():
+    assert advise({}, {"coco": {"ap_small": 0.0, "ap_medium": 0.0}, "sizes": {"labels": [9, 9, 0, 0]}}, epochs=9) == []
 
 
 def test_best_row_is_that_of_the_best_fitness():

@@ -6,6 +6,7 @@ be perfect, which needs every step from the picture to the label file and back t
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from utils.data.loader import create_dataloader
 from utils.data.spec import load_data_spec
 from utils.evaluate import plots, tasks
 from utils.evaluate.validator import Validator
+from utils.evaluate.warning_file import read_warnings
 from utils.files import read_yaml, write_yaml
 from utils.train.loss import ComputeLoss
 
@@ -150,6 +152,50 @@ def test_study(shapes_dataset, weights, tmp_path, monkeypatch):
     assert Path("study.zip").exists() and Path("study.png").exists()
 
 
+def other_names(data, names, folder):
+    spec = load_data_spec(data)
+    content = {"path": str(spec.path), "train": str(spec.train[0]), "val": str(spec.val[0]), "names": names}
+    write_yaml(folder / "other.yaml", content)
+    return folder / "other.yaml"
+
+
+def test_results_that_cannot_be_written(shapes_dataset, weights, tmp_path, monkeypatch, log):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file/runs/exp for the results cannot be made: .*; choose another --project"):
+        measure(shapes_dataset, weights("gelan-t"), tmp_path / "file" / "runs")
+    monkeypatch.setattr(tasks, "write_evaluation", lambda *_: None)  # it has said why
+    measure(shapes_dataset, weights("gelan-t"), tmp_path)
+    assert "report.html was not written" not in log.text
+
+
+def test_names_that_differ_are_told_and_stand_in_the_report(shapes_dataset, weights, tmp_path, log):
+    data = other_names(shapes_dataset, ["ellipse", "rectangle", "triangle"], tmp_path)
+    measure(data, weights("gelan-t"), tmp_path)
+    line = "0 is 'rectangle' in the weights and 'ellipse' in the data"
+    assert line in log.text
+    assert any(line in entry["text"] for entry in read_warnings(tmp_path / "exp"))
+    log.clear()
+    measure(other_names(shapes_dataset, ["Rectangle", "ellipse ", "triangle"], tmp_path), weights("gelan-t"), tmp_path)
+    assert "class names of" not in log.text, "case and spaces are no difference"
+
+
+def test_one_class_is_not_said_to_lack_the_others(shapes_dataset, weights, tmp_path, log):
+    measure(shapes_dataset, weights("gelan-t"), tmp_path, single_cls=True)
+    assert "no object of class" not in log.text and "ellipse" not in log.text
+    content = json.loads((tmp_path / "exp" / "data_report.json").read_text(encoding="utf-8"))
+    assert [(entry["id"], entry["name"]) for entry in content["val"]["classes"]] == [(0, "item")]
+
+
+def test_warnings_of_a_training_survive_a_validation_in_its_folder(shapes_dataset, weights, tmp_path):
+    folder = tmp_path / "exp"
+    folder.mkdir()
+    (folder / "results.csv").write_text("epoch\n0\n")
+    (folder / "warnings.json").write_text('[{"text": "of the training", "count": 1, "first": ""}]')
+    measure(shapes_dataset, weights("gelan-t"), tmp_path, exist_ok=True, conf_thres=0.3)
+    texts = [entry["text"] for entry in read_warnings(folder)]
+    assert texts[0] == "of the training" and any("--conf-thres 0.3" in text for text in texts)
+
+
 def test_refusals(shapes_dataset, weights, tmp_path):
     with pytest.raises(ValueError, match="--task other"):
         measure(shapes_dataset, weights("gelan-t"), tmp_path, task="other")
@@ -160,6 +206,6 @@ def test_refusals(shapes_dataset, weights, tmp_path):
     spec = load_data_spec(shapes_dataset)
     content = {"path": str(spec.path), "train": str(spec.val[0]), "val": str(spec.val[0]), "names": ["only one"]}
     write_yaml(tmp_path / "one.yaml", content)
-    with pytest.raises(ValueError, match="knows 3 classes"):
+    with pytest.raises(ValueError, match=r"knows 3 classes \(rectangle, ellipse, triangle\).* names 1 \(only one\)"):
         measure(tmp_path / "one.yaml", weights("gelan-t"), tmp_path)
     assert not [path for path in tmp_path.iterdir() if path.is_dir()], "nothing is made before the checks"

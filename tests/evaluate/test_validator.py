@@ -50,6 +50,17 @@ def test_figures_of_a_batch(log):
     assert f"{'dog':>22s}{2:>11d}{1:>11d}" in log.text
 
 
+def test_long_names_of_classes_keep_the_columns_of_the_table(log):
+    names = {0: "short", 1: "a name that is much longer than its column", 2: "exactly 22 characters!"}
+    targets = torch.tensor([[0, number, 0.5, 0.5, 0.2, 0.2] for number in names], dtype=torch.float32)
+    batch = (torch.zeros(1, 3, 96, 96, dtype=torch.uint8), targets, ("a.jpg",), (shape_entry((96, 96)),))
+    found = [(48, 48, 20, 20, number, 0.9) for number in names]
+    Validator(FakeLoader([batch]), names=names, device="cpu", verbose=True).run(FakeModel([prediction([found], 3)]))
+    rows = [record.message for record in log.records if record.levelname == "INFO"][2:5]
+    assert [row[:22].strip() for row in rows] == ["short", "a name that is much l…", names[2]]
+    assert [len(row) for row in rows] == [22 + 6 * 11] * 3
+
+
 def test_boxes_come_back_to_original_pixels():
     loader, _ = two_images()
     images, targets, _, shapes = loader[0]

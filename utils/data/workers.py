@@ -8,6 +8,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -100,10 +101,20 @@ class WorkerWatch:
         """Let the processes be ended inside, which waits for them; those that outlive the grace are killed."""
         processes, self.processes = self.processes, ()
         _STARTED[:] = [(owner, process) for owner, process in _STARTED if process not in processes]
-        if not processes or os.getpid() != self._owner:  # the copy in a forked process ends nothing
-            yield
-            self.close()
+        is_owner = os.getpid() == self._owner  # the copy in a forked process ends nothing
+        if is_owner and sys.is_finalizing():  # too late for the thread below, which would never begin to run
+            for process in processes:
+                process.kill()
+        elif is_owner and any(process.exitcode is None for process in processes):
+            with self._killing_late_ones(processes):
+                yield
             return
+        yield
+        self.close()
+
+    @contextlib.contextmanager
+    def _killing_late_ones(self, processes: Sequence[BaseProcess]) -> Iterator[None]:
+        """Kill the processes that the block does not end within the grace."""
         killer = threading.Timer(END_GRACE_S, kill_living, (processes,))
         killer.daemon = True
         killer.start()

@@ -27,7 +27,8 @@ def advise(results: Columns, evaluation: Mapping[str, Any], *, epochs: int, last
         epochs: epochs that were asked for.
         last: path of the checkpoint from which the run can go on.
     """
-    lines = [*_on_zero(results), *_on_overfitting(results), *_on_the_end(results, epochs, last)]
+    lines = [*_on_no_labels(evaluation), *_on_nothing_found(results, evaluation), *_on_zero(results)]
+    lines += [*_on_overfitting(results), *_on_the_end(results, epochs, last)]
     return [*lines, *_on_small_objects(evaluation), *_on_mixed_up_classes(evaluation), *_on_rare_classes(evaluation)]
 
 
@@ -35,6 +36,25 @@ def validated(results: Columns) -> list[int]:
     """Return the rows of epochs that were validated: the others hold zeros in all columns of the validation."""
     columns = [results.get(name, ()) for name in (*(f"val/{loss}" for loss in LOSSES), "metrics/recall")]
     return [row for row, values in enumerate(zip(*columns, strict=False)) if any(value for value in values)]
+
+
+def _on_no_labels(evaluation: Mapping[str, Any]) -> list[str]:
+    if not evaluation.get("images") or evaluation.get("instances") != 0:
+        return []
+    return [
+        f"none of the {evaluation['images']} validation pictures has a label, so nothing could be measured: labels are "
+        "looked for beside the pictures, in a folder 'labels' instead of 'images', one .txt file for each picture"
+    ]
+
+
+def _on_nothing_found(results: Columns, evaluation: Mapping[str, Any]) -> list[str]:
+    """Advise on a finished model that finds nothing; a training has advice of its own."""
+    if results or not evaluation.get("instances") or (evaluation.get("map50") or 0) >= ALMOST_ZERO:
+        return []
+    return [
+        f"mAP@0.5 is {evaluation.get('map50') or 0:.2g}: are these the data and the class order the weights were "
+        "trained with, and is --img the size of their training? Compare val_batch0_labels.jpg with val_batch0_pred.jpg"
+    ]
 
 
 def _on_zero(results: Columns) -> list[str]:
@@ -89,7 +109,13 @@ def _on_the_end(results: Columns, epochs: int, last: str) -> list[str]:
 def _on_small_objects(evaluation: Mapping[str, Any]) -> list[str]:
     coco, sizes = evaluation.get("coco", {}), evaluation.get("sizes", {}).get("labels", [0, 0, 0, 0])
     small, medium = coco.get("ap_small"), coco.get("ap_medium")
-    if small is None or medium is None or sizes[1] < SMALL_SHARE * max(sizes[0], 1) or small > medium / 2:
+    if (
+        small is None
+        or medium is None
+        or medium < ALMOST_ZERO
+        or sizes[1] < SMALL_SHARE * max(sizes[0], 1)
+        or small > medium / 2
+    ):
         return []
     return [
         f"small objects (under 32x32 pixels, {sizes[1]} of {sizes[0]} labels) reach AP {small:.3f}, medium ones "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from utils.log import LOGGER
 
 REPORT_NAME, COMPARISON_NAME = "report.html", "comparison.html"
 ASSETS = Path(__file__).parent / "assets"
-SCRIPTS = ("charts.js", "page.js", "compare.js")  # in the order in which they need each other
+SCRIPTS = ("charts.js", "matrix.js", "page.js", "compare.js")  # in the order in which they need each other
 # Nothing may be fetched: the page is complete, and names in the data cannot smuggle anything in.
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 PAGE = """<!DOCTYPE html>
@@ -55,7 +56,10 @@ def write_report(run_folder: str | Path) -> Path | None:
     try:
         write_text_atomic(path, render([read_run(run_folder)]))
     except UNREADABLE as error:
-        LOGGER.warning(f"{path} was not written: {error}")
+        LOGGER.warning(
+            f"{path} was not written: {error}. "
+            f"python -m utils.evaluate.report {shlex.quote(str(run_folder))} --output report.html writes it elsewhere"
+        )
         return None
     return path
 
@@ -68,7 +72,7 @@ def write_comparison(run_folders: Sequence[str | Path], path: str | Path) -> Pat
     """
     path = Path(path)
     runs = []
-    for folder in run_folders:
+    for folder in _unique(run_folders):
         try:
             run = read_run(folder, path.parent)
         except UNREADABLE as error:
@@ -82,6 +86,16 @@ def write_comparison(run_folders: Sequence[str | Path], path: str | Path) -> Pat
         raise ValueError("none of these runs can be read; give the folders of runs, for example runs/train/exp")
     write_text_atomic(path, render(runs))
     return path
+
+
+def _unique(folders: Sequence[str | Path]) -> list[str | Path]:
+    """Return the folders without those that were given before, in whatever way they are written."""
+    first: dict[Path, str | Path] = {}
+    for folder in folders:
+        if Path(folder).resolve() in first:
+            LOGGER.warning(f"{folder} is given more than once; it is shown once")
+        first.setdefault(Path(folder).resolve(), folder)
+    return list(first.values())
 
 
 def render(runs: Sequence[dict[str, Any]]) -> str:
@@ -99,6 +113,14 @@ def render(runs: Sequence[dict[str, Any]]) -> str:
     )
 
 
+def _target(output: str, runs: Sequence[str]) -> Path:
+    """Return the file to write: ``output`` itself, one in it where it is a folder, or one beside the first run."""
+    if not output:
+        return Path(runs[0]).resolve().parent / COMPARISON_NAME
+    is_folder = output.endswith(("/", os.sep)) or Path(output).is_dir()
+    return Path(output) / (REPORT_NAME if len(runs) == 1 else COMPARISON_NAME) if is_folder else Path(output)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the report of one run, or the comparison of several, as the command line says."""
     parser = argparse.ArgumentParser(
@@ -106,15 +128,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, for example runs/train/exp")
     parser.add_argument(
-        "--output", default="", help=f"file of the comparison; '' = {COMPARISON_NAME} beside the first run"
+        "--output",
+        default="",
+        help=f"file or folder of the page; '' = in the run, {COMPARISON_NAME} beside the first run",
     )
     options = parser.parse_args(argv)
     if len(options.runs) == 1 and not options.output:
         read_run(options.runs[0])  # says what is wrong with the folder, where write_report only warns
         path = write_report(options.runs[0])
     else:
-        target = options.output or Path(options.runs[0]).resolve().parent / COMPARISON_NAME
-        path = write_comparison(options.runs, target)
+        path = _target(options.output, options.runs)
+        try:
+            write_comparison(options.runs, path)
+        except OSError as error:
+            raise OSError(f"{path} was not written: {error.strerror or error}; choose another --output") from error
     if path is None:
         return 1
     LOGGER.info(f"Report: {path}")

@@ -15,10 +15,12 @@ from utils.log import LOGGER
 
 TABLE_HEADER = ("%22s" + "%11s" * 6) % ("Class", "Images", "Instances", "P", "R", "mAP50", "mAP50-95")
 TABLE_ROW = "%22s" + "%11i" * 2 + "%11.3g" * 4
+NAME_WIDTH = 22  # characters of the first column of both
 SIZE_TITLES = ("AP", "AP50", "AP75", "AP small", "AP medium", "AP large", "AR")
 SIZE_HEADER = ("%22s" + "%11s" * len(SIZE_TITLES)) % ("as COCO defines them", *SIZE_TITLES)
 WORST_IMAGES = 6  # shown of each kind
 AT_50 = 0  # column of ``correct`` for IoU 0.5
+PLAIN_CONFIDENCE = 0.25  # limit for the worst images where nothing was found, so that no F1 is highest: as in detection
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class ValResult:
     instances: int
     confusion: np.ndarray  # (nc + 1, nc + 1)
     examples: tuple[tuple[Example, ...], tuple[Example, ...]] = ((), ())  # with most missed, with most false boxes
+    examples_confidence: float = 0.0  # above which boxes count there
     coco: CocoFigures | None = None  # pycocotools' own, with save_json only, where that package is installed
     settings: Mapping[str, str | float | bool] = field(default_factory=dict)  # how it was measured
 
@@ -101,7 +104,9 @@ class ValResult:
             for (number, *figures), count in zip(
                 zip(*self.per_class.values(), strict=True), self.curves.labels, strict=True
             ):
-                LOGGER.info(TABLE_ROW % (self.names.get(int(number), str(number)), self.images, count, *figures))
+                name = str(self.names.get(int(number), int(number)))
+                name = name if len(name) <= NAME_WIDTH else name[: NAME_WIDTH - 1] + "…"
+                LOGGER.info(TABLE_ROW % (name, self.images, count, *figures))
         values = self.sizes.columns().values()
         cells = "".join(f"{'-' if np.isnan(value) else f'{value:.3g}':>11s}" for value in values)
         LOGGER.info(f"{SIZE_HEADER}\n{'all':>22s}{cells}")
@@ -123,6 +128,7 @@ def measure(
     point = OperatingPoint.of(curves)
     has_classes = bool(len(curves.classes))
     map50, map_ = (float(curves.ap[:, AT_50].mean()), float(curves.ap.mean())) if has_classes else (0.0, 0.0)
+    shown_from = point.confidence if point.f1.any() else PLAIN_CONFIDENCE
     return ValResult(
         precision=float(point.precision.mean()) if has_classes else 0.0,
         recall=float(point.recall.mean()) if has_classes else 0.0,
@@ -137,7 +143,8 @@ def measure(
         images=len(seen.paths),
         instances=len(seen.true),
         confusion=confusion,
-        examples=worst_images(seen, point.confidence),
+        examples=worst_images(seen, shown_from),
+        examples_confidence=shown_from,
         coco=coco,
         settings=settings or {},
     )

@@ -1,4 +1,4 @@
-"""A run's folder read back as plain data, for the report. Whatever is absent or damaged there is just left out."""
+"""A run's folder read back as plain data, for the report. What is absent is left out, what is damaged is named."""
 
 from __future__ import annotations
 
@@ -66,16 +66,20 @@ def read_run(folder: str | Path, page_folder: str | Path | None = None) -> dict[
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is no folder; give the folder of a run, for example runs/train/exp")
-    options = _read(read_yaml, folder / "opt.yaml") or {}
-    results = _read(read_columns, folder / "results.csv") or {}
-    evaluation = _read(_read_json, folder / EVALUATION) or {}
+    read = _Reader(folder)
+    options, results = read.file("opt.yaml", read_yaml), read.file("results.csv", _read_results)
+    evaluation = read.file(EVALUATION, _read_json)
     if not (options or results or evaluation):
-        raise FileNotFoundError(f"{folder} holds neither opt.yaml, results.csv nor {EVALUATION}: not a run's folder")
-    data = _read(_read_json, folder / "data_report.json") or {}
+        raise FileNotFoundError(
+            f"{folder} holds neither opt.yaml, results.csv nor {EVALUATION} that can be read: not a run's folder; "
+            "give one that train_dual.py or val_dual.py wrote, for example runs/train/exp"
+        )
+    data, monitor = read.file("data_report.json", _read_json), read.file("monitor.csv", read_columns)
     hyp = options.pop("hyp", {})
     epochs = _read(int, options.get("epochs")) or 0
     return {
         "name": folder.resolve().name,
+        "kind": "Training" if options or results else "Validation",
         "folder": str(folder),
         "command": command(options, folder) if options else "",
         "options": {name: _plain(value) for name, value in options.items()},
@@ -84,10 +88,11 @@ def read_run(folder: str | Path, page_folder: str | Path | None = None) -> dict[
         "results": {name: _known(column) for name, column in without_zeros(results).items()},
         "best": best_row(results),
         "train_s": _read(partial(training_seconds, results), data),
-        "monitor": {name: _known(c) for name, c in (_read(read_columns, folder / "monitor.csv") or {}).items()},
+        "monitor": {name: _known(column) for name, column in monitor.items()},
         "evaluation": evaluation,
         "data": _read(summarise_data, data) or {},
         "warnings": read_warnings(folder),
+        "unread": read.problems,
         "advice": [
             *(_read(_data_hints, data) or []),
             *(
@@ -97,6 +102,23 @@ def read_run(folder: str | Path, page_folder: str | Path | None = None) -> dict[
         ],
         "files": list_files(folder, Path(page_folder or folder)),
     }
+
+
+class _Reader:
+    """Reads files of a folder and notes in ``problems`` which of them are damaged."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.problems: list[str] = []
+
+    def file(self, name: str, reader: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+        """Return what ``reader`` makes of a file; nothing where it is absent, empty, or damaged."""
+        path = self.folder / name
+        try:
+            return reader(path) if path.is_file() and path.stat().st_size else {}
+        except UNREADABLE as error:
+            self.problems.append(f"{name} could not be read and is left out: {error}")
+            return {}
 
 
 def _read(reader: Callable[[Any], Any], source: Any) -> Any:
@@ -128,6 +150,18 @@ def read_columns(path: str | Path, max_rows: int = MAX_ROWS) -> dict[str, list[f
         chosen.append(body[-1])
     rows = [[*row, *[""] * (len(header) - len(row))] for row in csv.reader(chosen)]
     return {name: [_number(row[column]) for row in rows] for column, name in enumerate(header)}
+
+
+def _read_results(path: Path) -> dict[str, list[float]]:
+    """Read results.csv; a header without rows is nothing.
+
+    Raises:
+        ValueError: there is no column of epochs.
+    """
+    columns = read_columns(path)
+    if "epoch" not in columns:
+        raise ValueError("its first line should name a column 'epoch'")
+    return columns if columns["epoch"] else {}
 
 
 def _number(cell: str) -> float:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from utils.evaluate.record import write_evaluation
 from utils.evaluate.report import write_report
 from utils.evaluate.sliced import Slicing, WholeImageLoader, WholeImagesAndLabels
 from utils.evaluate.validator import Validator, ValResult
+from utils.evaluate.warning_file import WarningRecorder
 from utils.files import increment_path, write_text_atomic
 from utils.log import LOGGER
 from utils.options import ValOptions
@@ -27,6 +29,9 @@ from utils.options.base import SLICE_AS_INPUT
 from utils.runtime import check_img_size, limit_threads, select_device
 
 STUDY_SIZES = range(256, 1537, 128)
+ONE_CLASS = {0: "item"}  # what all classes are called with --single-cls, in training too
+SHOWN_NAMES = 5  # in a message
+NO_NAME = r"(class)?[ _]?\d+"  # how classes of files without names are called
 USUAL_CONFIDENCE = 0.001  # above it the tails of the precision-recall curves are cut off
 
 
@@ -49,18 +54,25 @@ def evaluate(options: ValOptions) -> ValResult | list[ValResult]:
 
 
 def validate(options: ValOptions, weights: str) -> ValResult:
-    """Measure one weights file; plots only where the task is the name of a split."""
+    """Measure one weights file; plots only where the task is the name of a split. Warnings go into the report."""
     limit_threads()
+    recorder = WarningRecorder()
+    try:
+        return _validate(options, weights, recorder)
+    finally:
+        recorder.close()
+
+
+def _validate(options: ValOptions, weights: str, recorder: WarningRecorder) -> ValResult:
     spec = load_data_spec(options.data)
     device = select_device(options.device, options.batch_size)
     model = DetectMultiBackend(weights, device=device, dnn=options.dnn, data=options.data, offline=options.offline)
     if device.type == "cuda":
         model.to(memory_format=torch.channels_last)
-    if len(model.names) != spec.nc and not options.single_cls:
-        raise ValueError(
-            f"{weights} knows {len(model.names)} classes, {spec.yaml_file} names {spec.nc}; "
-            "use the data set it was trained on, or --single-cls"
-        )
+    if options.single_cls:
+        spec = dataclasses.replace(spec, nc=1, names=ONE_CLASS)
+    else:
+        _check_classes(model.names, spec, weights)
     if options.conf_thres > USUAL_CONFIDENCE and options.task in SPLITS:
         LOGGER.warning(f"--conf-thres {options.conf_thres:g} cuts the curves off: not comparable with the usual 0.001")
     imgsz, batch_size = _input_size(model, options)
@@ -70,7 +82,8 @@ def validate(options: ValOptions, weights: str) -> ValResult:
         loader, dataset = _make_loader(options, spec, model, imgsz, batch_size, is_rect)
     else:
         loader, dataset = _make_whole_loader(options, spec, model, imgsz)
-    save_dir = increment_path(Path(options.project) / options.name, exist_ok=options.exist_ok, mkdir=True)
+    save_dir = _make_folder(options)
+    recorder.write_to(save_dir, keep=(save_dir / "results.csv").is_file())  # in a training's folder, beside its own
     write_data_report(
         {"val": dataset.report}, spec.names, imgsz, save_dir, single_cls=options.single_cls, use_sheets=False
     )
@@ -81,12 +94,53 @@ def validate(options: ValOptions, weights: str) -> ValResult:
     if options.task in SPLITS:
         what = {"weights": str(weights), "data": str(spec.yaml_file), "split": options.task, "image size": imgsz}
         settings = {**what, "batch": batch_size, "rectangular": is_rect, **result.settings}
-        write_evaluation(dataclasses.replace(result, settings=settings), save_dir)
-        write_report(save_dir)
+        if write_evaluation(dataclasses.replace(result, settings=settings), save_dir) is not None:
+            write_report(save_dir)
     prepared, inferred, suppressed = result.speed_ms
     times = f"{prepared:.1f}ms pre-process, {inferred:.1f}ms inference, {suppressed:.1f}ms NMS"
     LOGGER.info(f"Speed: {times} per image at shape {(batch_size, 3, imgsz, imgsz)}\nResults saved to {save_dir}")
     return result
+
+
+def _make_folder(options: ValOptions) -> Path:
+    """Make the folder of the results.
+
+    Raises:
+        OSError: it cannot be made; the message says how to choose another one.
+    """
+    wanted = Path(options.project) / options.name
+    try:
+        return increment_path(wanted, exist_ok=options.exist_ok, mkdir=True)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise OSError(f"folder {wanted} for the results cannot be made: {reason}; choose another --project") from error
+
+
+def _check_classes(names: Mapping[int, str], spec: DataSpec, weights: str) -> None:
+    """Refuse weights with another number of classes than the data; warn where the same number has another name."""
+    if len(names) != spec.nc:
+        raise ValueError(
+            f"{weights} knows {len(names)} classes ({_some(names.values())}), {spec.yaml_file} names {spec.nc} "
+            f"({_some(spec.names.values())}); use the data set it was trained on, or --single-cls"
+        )
+    pairs = {number: (str(name), str(spec.names.get(number, ""))) for number, name in names.items()}
+    other = [
+        f"{number} is '{ours}' in the weights and '{theirs}' in the data"
+        for number, (ours, theirs) in pairs.items()
+        if ours.strip().casefold() != theirs.strip().casefold()
+    ]
+    if not other or all(re.fullmatch(NO_NAME, ours) for ours, _ in pairs.values()):
+        return
+    LOGGER.warning(
+        f"class names of {weights} and {spec.yaml_file} differ: {_some(other)}. Classes are compared by number, so the "
+        "figures are wrong unless only the wording differs; put the names into the order of the weights, and the "
+        "numbers in the label files too"
+    )
+
+
+def _some(texts: Iterable[str]) -> str:
+    texts = list(map(str, texts))
+    return ", ".join(texts[:SHOWN_NAMES]) + (" …" if len(texts) > SHOWN_NAMES else "")
 
 
 def _input_size(model: DetectMultiBackend, options: ValOptions) -> tuple[int, int]:

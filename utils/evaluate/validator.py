@@ -111,7 +111,7 @@ class Validator:
         if slicing is not None and (augment or loss_fn is not None):
             raise ValueError("slices are measured without test-time augmentation and without losses")
         self.loader = loader
-        self.names = {0: "object"} if single_cls and len(names) > 1 else dict(names)
+        self.names = {0: "item"} if single_cls and len(names) > 1 else dict(names)
         self.device = torch.device(device)
         self.dtype = dtype or self._mixed_precision(half)
         self.conf_thres, self.iou_thres, self.max_det = conf_thres, iou_thres, max_det

@@ -35,6 +35,13 @@ function format(value, digits = 4) {
   return String(Number(value.toPrecision(digits)));
 }
 
+// Return a number for the edge of a chart, where there is room for six characters or so.
+function tickText(value) {
+  const size = Math.abs(value);
+  if (size < 1e6 && (size >= 1e-3 || size === 0)) return format(value);
+  return value.toExponential(1).replace(".0e", "e").replace("e+", "e");
+}
+
 function isKnown(value) {
   return value !== null && value !== undefined && Number.isFinite(value);
 }
@@ -55,16 +62,21 @@ function ticks(low, high, count) {
   return result;
 }
 
+// Return levels (powers of ten) of round numbers: 1, 10, 100 …, over less than three decades 1, 2, 5, 10 …
 function logTicks(low, high) {
+  const factors = high - low > 2.5 ? [1] : [1, 2, 5];
   const result = [];
-  for (let power = Math.floor(low); power <= Math.ceil(high); power += 1) {
-    if (power >= low - 1e-9 && power <= high + 1e-9) result.push(power);
+  for (let power = Math.floor(low); power <= high; power += 1) {
+    for (const factor of factors) {
+      const level = power + Math.log10(factor);
+      if (level >= low - 1e-9 && level <= high + 1e-9) result.push(level);
+    }
   }
-  return result.length > 1 ? result : ticks(low, high, 4);
+  return result.length > 1 ? result : ticks(10 ** low, 10 ** high, 4).map(Math.log10);
 }
 
 class LineChart {
-  // options: title, x (name of the axis), group, series [{name, x, y, colour, thin, dashed}], log, range [low, high],
+  // options: title, x (name of the axis), whole (no ticks between whole numbers), group, series [{name, x, y, colour, thin, dashed}], log, range [low, high],
   // events [{x, name}], points [{x, y, name}], legend (also for a single line)
   constructor(options) {
     this.options = options;
@@ -88,8 +100,8 @@ class LineChart {
   legend() {
     if (this.series.length < 2 && !this.options.legend) return element("div", { class: "legend" });
     return element("div", { class: "legend" }, this.series.map((line) => {
-      const swatch = element("span", { class: "swatch", style: `background:${line.colour}` });
-      const button = element("button", { type: "button", "aria-pressed": "true" }, swatch, line.name);
+      const swatch = element("span", { class: `key${line.dashed ? " dashes" : ""}`, style: `color:${line.colour}` });
+      const button = element("button", { type: "button", title: line.name, "aria-pressed": "true" }, swatch, line.name);
       button.addEventListener("click", () => {
         line.hidden = !line.hidden;
         button.classList.toggle("off", line.hidden);
@@ -164,11 +176,11 @@ class LineChart {
       if (y < MARGIN.top - 1 || y > bottom + 1) continue;
       svg.append(shape("line", { x1: MARGIN.left, x2: this.width - MARGIN.right, y1: y, y2: y, class: "grid" }));
       const value = this.options.log ? Number((10 ** level).toPrecision(3)) : level;
-      svg.append(shape("text", { x: MARGIN.left - 6, y: y + 4, "text-anchor": "end" }, format(value)));
+      svg.append(shape("text", { x: MARGIN.left - 6, y: y + 4, "text-anchor": "end" }, tickText(value)));
     }
     for (const x of ticks(limits.left, limits.right, Math.max(3, Math.min(9, Math.floor(this.width / 70))))) {
-      if (this.toX(x) < MARGIN.left - 1) continue;
-      svg.append(shape("text", { x: this.toX(x), y: bottom + 14, "text-anchor": "middle" }, format(x)));
+      if (this.toX(x) < MARGIN.left - 1 || (this.options.whole && !Number.isInteger(x))) continue;
+      svg.append(shape("text", { x: this.toX(x), y: bottom + 14, "text-anchor": "middle" }, tickText(x)));
     }
     svg.append(shape("line", { x1: MARGIN.left, x2: this.width - MARGIN.right, y1: bottom, y2: bottom, class: "axis" }));
     svg.append(shape("text", { x: this.width - MARGIN.right, y: HEIGHT - 3, "text-anchor": "end" }, this.options.x));
@@ -265,10 +277,10 @@ class LineChart {
 
   showTip(x, at, rows) {
     const lines = rows.map((row) => {
-      const swatch = element("span", { class: "swatch", style: `background:${row.line.colour}` });
+      const swatch = element("span", { class: `key${row.line.dashed ? " dashes" : ""}`, style: `color:${row.line.colour}` });
       return element("div", {}, swatch, `${row.line.name} `, element("b", {}, format(row.y)));
     });
-    this.tip.replaceChildren(element("div", {}, `${this.options.x} ${format(at)}`), ...lines);
+    this.tip.replaceChildren(element("div", { class: "at" }, `${this.options.x} ${format(at)}`), ...lines);
     this.tip.hidden = false;
     const isRight = x > this.width / 2;
     this.tip.style.left = isRight ? "auto" : `${x + 10}px`;

@@ -45,7 +45,10 @@ function comparedSummary(runs) {
   ];
   const text = quiet("Figures of each run's best epoch, the best of a column in green; click a title to sort. AP and sizes: "
     + "COCO's definition, in pixels of the original pictures.");
-  return section("Summary", card(sortedTable(columns, runs.map(figures), "runs")), text);
+  const sets = new Set(runs.map((run) => run.options.data).filter(Boolean));
+  const caution = sets.size < 2 ? null : quiet("These runs name different data files: their figures can be compared only where the "
+    + "validation pictures are the same.");
+  return section("Summary", card(sortedTable(columns, runs.map(figures), "runs")), text, caution);
 }
 
 function differences(runs) {
@@ -57,28 +60,47 @@ function differences(runs) {
   if (!names.length) return section("Differences", quiet("The options of these runs are the same."));
   const head = element("tr", {}, element("th", {}, "option"), runs.map((run) => element("th", {}, run.title)));
   const rows = names.map((name) => element("tr", {}, element("th", { scope: "row" }, name),
-    tables.map((table) => element("td", {}, table[name] === undefined || table[name] === null ? "–" : String(table[name])))));
+    tables.map((table) => element("td", { class: "words" }, table[name] === undefined || table[name] === null ? "–" : String(table[name])))));
   const table = element("table", {}, element("thead", {}, head), element("tbody", {}, rows));
   return section("Differences", card(element("div", { class: "scroll" }, table)));
 }
 
 function comparedCharts(runs) {
-  const charts = COMPARED.map(([key, title]) => chart({
-    title, x: "epoch", group: "epoch", legend: true,
-    series: runs.map((run, index) => ({ name: run.title, x: run.results.epoch || [], y: run.results[key], colour: colour(index) })),
-  })).filter(Boolean);
-  return section("Curves", charts.length ? element("div", { class: "charts" }, charts) : null);
+  const host = element("div", { class: "charts" });
+  const show = (isShare) => {
+    groups.clear();
+    const along = (run) => (run.results.epoch || []).map((epoch) => (isShare ? (epoch + 1) / Math.max(run.epochs, epoch + 1) : epoch));
+    host.replaceChildren(...COMPARED.map(([key, title]) => chart({
+      title, x: isShare ? "share of the run" : "epoch", whole: !isShare, group: "epoch", legend: true,
+      series: runs.map((run, index) => ({
+        name: run.title, x: along(run), y: run.results[key], colour: colour(index), dashed: index >= COLOURS,
+      })),
+    })).filter(Boolean));
+  };
+  show(false);
+  if (!host.children.length) return null;
+  const choice = element("button", { class: "choice", type: "button", "aria-pressed": "false" }, "over the share of each run");
+  choice.addEventListener("click", () => {
+    const isShare = choice.getAttribute("aria-pressed") === "false";
+    choice.setAttribute("aria-pressed", String(isShare));
+    choice.textContent = isShare ? "over epochs" : "over the share of each run";
+    show(isShare);
+  });
+  const isOneLength = new Set(runs.map((run) => run.epochs)).size === 1;
+  return section("Curves", isOneLength ? null : element("p", {}, choice), host);
 }
 
 function comparedClasses(runs) {
   const rows = new Map();
   runs.forEach((run, index) => {
     for (const row of run.evaluation.classes || []) {
-      const entry = rows.get(row.name) || { name: row.name, labels: row.labels };
+      const entry = rows.get(row.name) || { name: row.name, labels: 0 };
+      entry.labels = Math.max(entry.labels, row.labels || 0);
       entry[`ap${index}`] = row.ap;
       rows.set(row.name, entry);
     }
   });
+  for (const [name, row] of rows) if (!row.labels) rows.delete(name);
   if (!rows.size) return null;
   const columns = [
     { title: "class", key: "name" }, { title: "val labels", key: "labels", number: true },
@@ -89,12 +111,17 @@ function comparedClasses(runs) {
 }
 
 function comparedNotes(runs) {
-  return section("Notes", runs.filter((run) => run.advice.length || run.warnings.length).map((run) => {
-    const texts = [...run.warnings.map((entry) => entry.text), ...run.advice];
+  const said = (run) => [...run.unread, ...run.warnings.map((entry) => entry.text), ...run.advice];
+  return section("Notes", runs.filter((run) => said(run).length).map((run) => {
+    const texts = said(run);
     return element("details", { class: "card" }, element("summary", {}, `${run.title}: ${texts.length}`),
       element("ul", { class: "notes" }, texts.map((text) => element("li", {}, text))));
   }));
 }
+
+const COMPARISON_SECTIONS = {
+  Summary: comparedSummary, Differences: differences, Curves: comparedCharts, Classes: comparedClasses, Notes: comparedNotes,
+};
 
 // Names of runs are told apart by as much of their folders as that takes.
 function nameRuns(runs) {
@@ -112,13 +139,11 @@ function start() {
   const { runs } = data;
   nameRuns(runs);
   const isOne = runs.length === 1;
-  const sections = isOne
-    ? runSections(runs[0])
-    : [comparedSummary, differences, comparedCharts, comparedClasses, comparedNotes].map((build) => build(runs)).filter(Boolean);
+  const sections = isOne ? drawn(RUN_SECTIONS, runs[0]) : drawn(COMPARISON_SECTIONS, runs);
   const links = sections.map((part) => element("a", { href: `#${part.id}` }, part.dataset.title));
   const where = isOne ? runs[0].folder : `${runs.length} runs`;
   document.querySelector("main").replaceChildren(
-    element("header", {}, element("h1", {}, isOne ? `Training report: ${runs[0].title}` : "Comparison of runs"),
+    element("header", {}, element("h1", {}, isOne ? `${runs[0].kind} report: ${runs[0].title}` : "Comparison of runs"),
       quiet(`${where}, written ${data.written}`)),
     element("nav", { "aria-label": "sections" }, links),
     ...sections,

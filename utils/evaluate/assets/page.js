@@ -3,8 +3,8 @@
 
 const LOSSES = [["box", "Box loss"], ["cls", "Class loss"], ["dfl", "DFL loss (distances to the sides)"]];
 const RATES = [["x/lr0", "biases"], ["x/lr1", "weights"], ["x/lr2", "norms"]];
-const MANY_CLASSES = 25; // from here on the confusion matrix is a picture
-const KEPT = 1; // smallest share of a column, in percent, that is written into its cell
+const SHOWN_BARS = 12; // classes in the chart of the data
+const NOTHING_RIGHT = "No detection is right at IoU 0.5 yet, so no confidence is better than another.";
 
 function section(title, ...content) {
   const parts = content.flat(Infinity).filter(Boolean);
@@ -15,6 +15,17 @@ function section(title, ...content) {
 
 function quiet(text) {
   return element("p", { class: "quiet" }, text);
+}
+
+// Return the sections that have something to show; data of an unexpected form cost one of them, not the page.
+function drawn(builders, given) {
+  return Object.entries(builders).map(([title, build]) => {
+    try {
+      return build(given);
+    } catch (error) {
+      return section(title, quiet(`This part could not be drawn, its data are of an unexpected form: ${error.message}.`));
+    }
+  }).filter(Boolean);
 }
 
 function card(...content) {
@@ -52,18 +63,21 @@ function sortedTable(columns, rows, caption) {
     return head;
   });
   const best = {};
-  for (const column of columns) if (column.best) best[column.key] = Math.max(...rows.map((r) => r[column.key]).filter(isKnown));
+  for (const column of columns.filter((one) => one.best)) {
+    const known = rows.map((row) => row[column.key]).filter(isKnown);
+    if (known.length > 1 && Math.max(...known) > Math.min(...known)) best[column.key] = Math.max(...known);
+  }
   function fill(ordered) {
     body.replaceChildren(...ordered.map((row) => element("tr", {}, columns.map((column) => {
       const value = row[column.key];
-      const isBest = rows.length > 1 && isKnown(value) && value === best[column.key];
+      const isBest = isKnown(value) && value === best[column.key];
       const kind = `${column.number ? "number" : ""}${isBest ? " best" : ""}`;
-      return element("td", { class: kind }, column.cell ? column.cell(row) : format(value, column.digits || 3));
+      return element("td", { class: kind, dir: column.number ? null : "auto" }, column.cell ? column.cell(row) : format(value, 3));
     }))));
   }
   fill(rows);
   const head = element("thead", {}, element("tr", {}, heads));
-  return element("div", { class: "scroll" }, element("table", { "aria-label": caption }, head, body));
+  return element("div", { class: "scroll" }, element("table", { class: "wide", "aria-label": caption }, head, body));
 }
 
 // Unknown values come last whichever way is up.
@@ -73,9 +87,14 @@ function compare(a, b, direction) {
   return direction * (typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b)));
 }
 
-function tile(name, value, hint) {
-  const parts = [element("div", { class: "value" }, value), element("div", { class: "name" }, name)];
-  return element("div", { class: "card tile", title: hint || "" }, parts);
+function tile(name, value, hint, isMain) {
+  const parts = [element("div", { class: "name" }, name), element("div", { class: "value" }, value)];
+  return element("div", { class: `card tile${isMain ? " main" : ""}`, title: hint || "" }, parts);
+}
+
+// Return a command line that breaks between its options only.
+function commandLine(text) {
+  return element("pre", {}, text.split(/ (?=--)/).map((words, index, all) => element("span", {}, words, index < all.length - 1 ? " " : "")));
 }
 
 function summary(run) {
@@ -86,37 +105,43 @@ function summary(run) {
   const tiles = [];
   const figure = (name, column, fallback, hint) => {
     const value = isKnown(at(column)) ? at(column) : fallback;
-    if (isKnown(value)) tiles.push(tile(name, format(value, 3), hint));
+    const isMeasured = evaluation.instances !== 0; // without labels the figures are no zeros but unknown
+    if (isKnown(value)) tiles.push(tile(name, isMeasured ? format(value, 3) : "–", hint, !tiles.length));
   };
-  if (done) tiles.push(tile("epochs done", `${last(results.epoch) + 1} of ${run.epochs || "?"}`));
-  if (best !== null) tiles.push(tile("best epoch", format(results.epoch[best]), "0.1 mAP50 + 0.9 mAP50-95 is highest"));
   figure("mAP50-95 (YOLO)", "metrics/mAP_0.5:0.95", evaluation.map, "mean over the classes, area under the curve by trapezoids");
   figure("mAP50 (YOLO)", "metrics/mAP_0.5", evaluation.map50);
   figure("AP (COCO)", "coco/AP", coco.ap, "as pycocotools computes it");
   figure("AP small (COCO)", "coco/AP_small", coco.ap_small, "objects under 32x32 pixels");
   figure("precision", "metrics/precision", evaluation.precision, "at the confidence of the best mean F1");
   figure("recall", "metrics/recall", evaluation.recall, "at the confidence of the best mean F1");
+  if (done) tiles.push(tile("epochs done", `${last(results.epoch) + 1} of ${run.epochs || "?"}`));
+  if (best !== null) tiles.push(tile("best epoch", format(results.epoch[best]), "0.1 mAP50 + 0.9 mAP50-95 is highest"));
   const speed = last(results["train/img_per_s"]);
   if (isKnown(speed)) tiles.push(tile("pictures/s, training", format(speed, 3)));
   if (isKnown(run.train_s)) tiles.push(tile("time in training", duration(run.train_s), "validation not counted"));
-  const heading = best === null ? null : quiet("Figures of the best epoch.");
+  let heading = best === null ? null : quiet("Figures of the best epoch.");
+  if (done && best === null) heading = quiet("No epoch was validated yet, so there are no accuracy figures.");
   const measured = Object.entries(evaluation.settings || {}).map(([name, value]) => `${name} ${format(value)}`).join(", ");
   return section(
     "Summary",
     element("div", { class: "tiles" }, tiles),
     heading,
-    run.command ? card(element("h3", {}, "Command"), element("pre", {}, run.command)) : null,
+    run.command ? card(element("h3", {}, "Command"), commandLine(run.command)) : null,
     measured ? quiet(`Last validation: ${measured}.`) : null,
   );
 }
 
 function notes(run) {
-  const warnings = run.warnings.map((entry) => {
-    const times = entry.count > 1 ? ` (${entry.count} times)` : "";
-    const text = element("span", {}, entry.text, times);
-    return element("li", { title: `first at ${entry.first}` }, element("span", { class: "kind" }, "Warning"), text);
-  });
-  const advice = run.advice.map((text) => element("li", {}, element("span", { class: "kind" }, "Advice"), text));
+  const line = (kind, text, more) => element(
+    "li", { class: kind.toLowerCase(), ...more }, element("span", { class: "kind" }, kind), element("span", { dir: "auto" }, text),
+  );
+  const warnings = [
+    ...run.unread.map((text) => line("Warning", text)),
+    ...run.warnings.map((entry) => line(
+      "Warning", entry.count > 1 ? `${entry.text} (${entry.count} times)` : entry.text, { title: `first at ${entry.first}` },
+    )),
+  ];
+  const advice = run.advice.map((text) => line("Advice", text));
   return section("Notes", warnings.length + advice.length ? element("ul", { class: "notes" }, warnings, advice) : null);
 }
 
@@ -129,11 +154,36 @@ function dataReport(run) {
     splits.map(([, split]) => element("td", { class: "number" }, format(split[name]))),
   ));
   const head = element("tr", {}, element("th", {}), splits.map(([name]) => element("th", { class: "number" }, name)));
+  const counts = element("table", { class: "wide" }, element("thead", {}, head), element("tbody", {}, rows));
   return section(
     "Data",
-    card(element("div", { class: "scroll" }, element("table", {}, element("thead", {}, head), element("tbody", {}, rows)))),
+    element("div", { class: "halves" }, card(element("div", { class: "scroll" }, counts)), classBars(splits)),
     quiet(`Sizes of objects as the network sees them, at ${run.data.imgsz} pixels: small under 32x32, large from 96x96.`),
   );
+}
+
+// Objects of each class and split as bars, the classes with most objects first.
+function classBars(splits) {
+  const classes = new Map();
+  for (const [split, { classes: rows }] of splits) {
+    for (const [number, name, objects] of rows) {
+      if (objects) classes.set(number, { name, ...classes.get(number), [split]: objects });
+    }
+  }
+  const total = (row) => splits.reduce((sum, [split]) => sum + (row[split] || 0), 0);
+  const sorted = [...classes.values()].sort((a, b) => total(b) - total(a));
+  if (!sorted.length) return null;
+  const most = Math.max(...sorted.flatMap((row) => splits.map(([split]) => row[split] || 0)));
+  const bars = (row) => splits.map(([split], index) => element(
+    "div", { title: `${split}: ${format(row[split] || 0)}`, style: `width:${(100 * (row[split] || 0)) / most}%;background:${colour(index)}` },
+  ));
+  const rows = sorted.slice(0, SHOWN_BARS).map((row) => element("tr", {},
+    element("th", { scope: "row", dir: "auto", title: row.name }, row.name), element("td", { class: "bar" }, bars(row)),
+    element("td", { class: "number" }, splits.map(([split]) => format(row[split] || 0)).join(" / "))));
+  const keys = splits.map(([split], index) => [element("span", { class: "swatch", style: `background:${colour(index)}` }), `${split} `]);
+  const rest = sorted.length > SHOWN_BARS ? quiet(`and ${sorted.length - SHOWN_BARS} classes with fewer objects`) : null;
+  return card(element("h3", {}, "Objects of each class ", element("span", { class: "quiet" }, keys)),
+    element("table", { class: "wide bars" }, element("tbody", {}, rows)), rest);
 }
 
 function lines(table, axis, columns) {
@@ -145,7 +195,7 @@ function epochCharts(run) {
   if (!results.epoch) return null;
   const events = best === null ? [] : [{ x: results.epoch[best], name: "best" }];
   const draw = (title, columns, more) => chart({
-    title, x: "epoch", group: "epoch", events, series: lines(results, "epoch", columns), ...more,
+    title, x: "epoch", whole: true, group: "epoch", events, series: lines(results, "epoch", columns), ...more,
   });
   const charts = [
     draw("Accuracy, YOLO's definition", [
@@ -160,6 +210,8 @@ function epochCharts(run) {
       [`train/${key}_loss`, "training"], [`val/${key}_loss`, "validation", { dashed: true }],
     ])),
     draw("Learning rate", RATES),
+    draw("Gradient norm in an epoch", [["train/grad_norm", "mean"], ["train/grad_norm_max", "largest"]], { log: true }),
+    draw("Pictures per second in an epoch", [["train/img_per_s", "pictures/s"]]),
   ].filter(Boolean);
   const hint = quiet("Drag to zoom, double click to see the whole range, click a name in a legend to hide its line.");
   return section("Curves", hint, element("div", { class: "charts" }, charts));
@@ -173,7 +225,8 @@ function sizes(run) {
     const [ap, recall] = [coco[`ap${suffix}`], coco[index ? `ar_${name}` : "ar100"]];
     const bar = element("div", { style: `width:${Math.round((ap || 0) * 100)}%` });
     const cells = [counts.labels[index], ap, recall].map((value) => element("td", { class: "number" }, format(value, 3)));
-    return element("tr", {}, element("th", { scope: "row" }, name), cells, element("td", { class: "bar" }, bar));
+    const scale = element("div", { class: "track", title: `AP ${format(ap, 3)} of 1` }, bar);
+    return element("tr", {}, element("th", { scope: "row" }, name), cells, element("td", { class: "bar" }, isKnown(ap) ? scale : ""));
   });
   const head = ["size", "labels", "AP", "AR", ""].map((name, index) => {
     return element("th", { class: index && index < 4 ? "number" : "" }, name);
@@ -193,7 +246,7 @@ function sizes(run) {
       card(element("div", { class: "scroll" }, table), quiet("COCO's definition, sizes in pixels of the original pictures: small up to 32x32, large from 96x96.")),
       card(
         element("div", { class: "scroll" },
-          element("table", {}, element("thead", {}, element("tr", {}, titles)), element("tbody", {}, both))),
+          element("table", { class: "wide" }, element("thead", {}, element("tr", {}, titles)), element("tbody", {}, both))),
         quiet("Same detections, two definitions, close to each other. YOLO's joins the end of the curve to zero, and gives "
           + "a detection whose best label is taken no second chance. The literature quotes COCO's."),
       )),
@@ -207,6 +260,8 @@ function classTable(run) {
     return { ...row, trained: train ? train[2] : null, coco: (row.coco || [])[0], small, medium, large };
   });
   if (!rows.length) return null;
+  const present = rows.filter((row) => row.labels || row.trained);
+  const absent = rows.length - present.length;
   const columns = [
     { title: "class", key: "name" }, { title: "train objects", key: "trained", number: true },
     { title: "val labels", key: "labels", number: true }, { title: "P", key: "p", number: true },
@@ -215,85 +270,19 @@ function classTable(run) {
     { title: "COCO AP", key: "coco", number: true }, { title: "small", key: "small", number: true },
     { title: "medium", key: "medium", number: true }, { title: "large", key: "large", number: true },
   ].filter((column) => column.key === "name" || rows.some((row) => isKnown(row[column.key])));
-  const at = format(run.evaluation.operating_confidence, 3);
+  const point = run.evaluation.operating_confidence;
+  const where = point ? `P, R and F1 at confidence ${format(point, 3)}, where the mean F1 is highest` : NOTHING_RIGHT.slice(0, -1);
   return section(
-    "Classes", card(sortedTable(columns, rows, "figures per class")),
-    quiet(`Click a title to sort. P, R and F1 at confidence ${at}, where the mean F1 is highest; the last columns are COCO's AP.`),
+    "Classes", card(sortedTable(columns, present.length ? present : rows, "figures per class")),
+    quiet(`Click a title to sort. ${where}; the last columns are COCO's AP.`
+      + (absent && present.length ? ` ${absent} of ${rows.length} classes have no object here and are left out.` : "")),
   );
-}
-
-function confusion(run) {
-  const { confusion: matrix, classes } = run.evaluation;
-  if (!matrix || !matrix.cells.length) return null;
-  const names = classes.map((row) => row.name);
-  while (names.length < matrix.size - 1) names.push(String(names.length));
-  names.push("background");
-  const totals = new Array(matrix.size).fill(0);
-  for (const [, column, count] of matrix.cells) totals[column] += count;
-  const host = element("div", { class: "scroll" });
-  const show = (isShare) => host.replaceChildren(
-    matrix.size > MANY_CLASSES ? picture(matrix, names, totals, isShare) : cells(matrix, names, totals, isShare),
-  );
-  const choice = element("button", { class: "choice", type: "button" }, "show counts");
-  choice.addEventListener("click", () => {
-    const isShare = choice.textContent !== "show counts";
-    choice.textContent = isShare ? "show counts" : "show shares";
-    show(isShare);
-  });
-  show(true);
-  return section(
-    "Confusion matrix", card(choice, host),
-    quiet(`Rows: predicted. Columns: true. Confidence above ${matrix.confidence}, IoU above ${matrix.iou}, classes ignored `
-      + "when boxes are paired. Shares are of a column. Row background: missed objects; column background: false boxes."),
-  );
-}
-
-function strength(count, total) {
-  return total ? count / total : 0;
-}
-
-function cells(matrix, names, totals, isShare) {
-  const table = names.map(() => names.map(() => 0));
-  for (const [row, column, count] of matrix.cells) table[row][column] = count;
-  const body = table.map((counts, row) => element("tr", {}, element("th", { scope: "row" }, names[row]),
-    counts.map((count, column) => {
-      const share = strength(count, totals[column]);
-      const isDark = share > 0.7;
-      const style = `background:rgba(var(--heat),${share.toFixed(3)})${isDark ? ";color:var(--card)" : ""}`;
-      const percent = (100 * share).toFixed(0);
-      const text = !count ? "" : isShare ? (100 * share < KEPT ? "<1" : percent) : count;
-      const title = `${count} of ${totals[column]} true ${names[column]} predicted as ${names[row]} (${percent} %)`;
-      return element("td", { style, title }, text);
-    })));
-  const head = element("tr", {}, element("th", {}, isShare ? "%" : ""), names.map((name) => element("th", { scope: "col" }, name)));
-  return element("table", { class: "matrix" }, element("thead", {}, head), element("tbody", {}, body));
-}
-
-function picture(matrix, names, totals) {
-  const side = Math.max(3, Math.floor(640 / matrix.size));
-  const canvas = element("canvas", { width: matrix.size * side, height: matrix.size * side });
-  const context = canvas.getContext("2d");
-  const heat = getComputedStyle(document.documentElement).getPropertyValue("--heat");
-  const known = new Map();
-  for (const [row, column, count] of matrix.cells) {
-    context.fillStyle = `rgba(${heat},${Math.max(0.08, strength(count, totals[column]))})`;
-    context.fillRect(column * side, row * side, side, side);
-    known.set(row * matrix.size + column, count);
-  }
-  const label = quiet("Point at a cell.");
-  canvas.addEventListener("pointermove", (event) => {
-    const box = canvas.getBoundingClientRect();
-    const column = Math.floor(((event.clientX - box.left) / box.width) * matrix.size);
-    const row = Math.floor(((event.clientY - box.top) / box.height) * matrix.size);
-    const count = known.get(row * matrix.size + column) || 0;
-    label.textContent = `${count} of ${totals[column]} true ${names[column]} predicted as ${names[row]}`;
-  });
-  return element("div", {}, canvas, label);
 }
 
 function confidenceCharts(run) {
   const { curves, classes, operating_confidence: at } = run.evaluation;
   if (!curves || !curves.axis) return null;
+  if (!curves.f1.mean.some(Boolean)) return section("Curves over confidence", quiet(NOTHING_RIGHT));
   const names = new Map(classes.map((row) => [row.class, row.name]));
   const series = (key) => [
     { name: "mean", x: curves.axis, y: curves[key].mean },
@@ -305,7 +294,7 @@ function confidenceCharts(run) {
   const draw = (title, key, more) => chart({ title, x: "confidence", group: "confidence", range: [0, 1], events, series: series(key), ...more });
   const { precision, recall } = run.evaluation;
   const point = { x: recall, y: precision, name: `confidence ${format(at, 3)}` };
-  return section("Curves over confidence", element("div", { class: "charts" },
+  return section("Curves over confidence", element("div", { class: "charts four" },
     draw("Precision over recall", "precision_at_recall", { x: "recall", group: "recall", events: [], points: [point] }),
     draw("F1", "f1"), draw("Precision", "precision"), draw("Recall", "recall")));
 }
@@ -319,10 +308,11 @@ function examples(run) {
     element("p", {}),
   ]);
   if (!parts.length) return null;
-  const at = format(run.evaluation.operating_confidence, 3);
+  const { worst_confidence: limit, operating_confidence: point } = run.evaluation;
+  const at = format(isKnown(limit) ? limit : point, 3);
   const legend = element("p", { class: "quiet" }, `At confidence ${at}, IoU 0.5. Left labels, right detections: `,
     element("b", { class: "good" }, "green"), " found and right, ", element("b", { class: "bad" }, "red"),
-    " missed and false, with class and confidence. Click a picture to enlarge it.");
+    " missed and false, with class and confidence; of false boxes the 30 surest. Click a picture to enlarge it.");
   return section("Worst pictures", legend, parts);
 }
 
@@ -346,7 +336,7 @@ function exampleCard(example) {
 function monitor(run) {
   const table = run.monitor;
   if (!table.step) return null;
-  const draw = (title, columns, more) => chart({ title, x: "step", group: "step", series: lines(table, "step", columns), ...more });
+  const draw = (title, columns, more) => chart({ title, x: "step", whole: true, group: "step", series: lines(table, "step", columns), ...more });
   const charts = [
     draw("Learning rate", RATES),
     draw("Training losses", LOSSES.map(([key]) => [`train/${key}_loss`, key])),
@@ -374,12 +364,13 @@ function files(run) {
     element("td", {}, name), element("td", {}, value === null ? "" : String(value))));
   const more = [["Options", run.options], ["Hyper-parameters", run.hyp]].filter(([, table]) => Object.keys(table).length);
   return section("Files",
-    rows.length ? card(element("div", { class: "scroll" }, element("table", {}, element("tbody", {}, rows)))) : null,
+    rows.length ? card(element("div", { class: "scroll" }, element("table", { class: "files" }, element("tbody", {}, rows)))) : null,
     more.map(([title, table]) => card(element("details", {}, element("summary", {}, title),
       element("div", { class: "scroll" }, element("table", {}, element("tbody", {}, pairs(table))))))));
 }
 
-function runSections(run) {
-  return [summary, notes, dataReport, epochCharts, sizes, classTable, confusion, confidenceCharts, examples, monitor, files]
-    .map((build) => build(run)).filter(Boolean);
-}
+const RUN_SECTIONS = {
+  Summary: summary, Notes: notes, Data: dataReport, Curves: epochCharts, "AP by object size": sizes, Classes: classTable,
+  "Confusion matrix": confusion, "Curves over confidence": confidenceCharts, "Worst pictures": examples, Monitor: monitor,
+  Files: files,
+};
