@@ -87,7 +87,7 @@ def prepare_run(options: TrainOptions) -> tuple[TrainOptions, Checkpoint | None,
             f"was stopped in its final validation: python val_dual.py --weights {path.with_name('best.pt')} --data "
             f"{resumed.data} makes up for that"
         )
-    resumed.resume, resumed.weights = str(path), str(path)
+    resumed.resume = str(path)
     return resumed, checkpoint, path.resolve().parent.parent
 
 
