@@ -208,7 +208,7 @@ def build_training_model(options: TrainOptions, spec: DataSpec, resume: Checkpoi
         raise ValueError("--cfg is missing: name a model, for example --cfg yolov9-s.yaml, or give --weights")
     model = DetectionModel(cfg, nc=spec.nc)
     if start is not None:
-        _fill(model, start, options, spec)
+        _fill(model, start, options, spec, flag="--weights" if resume is None else "--resume")
     model.nc, model.names = spec.nc, dict(spec.names)
     return model
 
@@ -233,16 +233,20 @@ def load_start(options: TrainOptions) -> Checkpoint:
         ) from error
 
 
-def _fill(model: DetectionModel, start: Checkpoint, options: TrainOptions, spec: DataSpec) -> None:
-    """Copy the starting weights into ``model``, report what fitted, refuse weights of which next to nothing does."""
+def _fill(model: DetectionModel, start: Checkpoint, options: TrainOptions, spec: DataSpec, *, flag: str) -> None:
+    """Copy the starting weights into ``model``, report what fitted, refuse weights of which next to nothing does.
+
+    ``flag`` named their file on the command line.
+    """
+    file = options.weights if flag == "--weights" else options.resume
     try:
         report = transfer_weights(model, start)
     except ValueError as error:
-        raise ValueError(f"--weights {options.weights}: {error}") from error
-    for line in report.lines(options.weights):
+        raise ValueError(f"{flag} {file}: {error}") from error
+    for line in report.lines(str(file)):
         LOGGER.info(line)
     cause = advice(model, start) or (
-        f"--cfg {options.cfg} and --weights {options.weights} seem to be models of different size or kind"
+        f"--cfg {options.cfg} and {flag} {file} seem to be models of different size or kind"
     )
     if report.share < MIN_SHARE:
         raise ValueError(f"only {report.share:.0%} of the weights could be used: {cause}; nothing fits the model")
