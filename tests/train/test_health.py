@@ -66,3 +66,17 @@ def test_waiting_explains_an_idle_card(said: list[str]) -> None:
 def test_ranges_can_be_changed(said: list[str]) -> None:
     HealthCheck(HealthyRanges(box_cls_ratio=(1.5, 2.5))).check_epoch(HEALTHY)
     assert len(said) == 1 and "1.5 to 2.5" in said[0]
+
+
+def test_a_model_that_finds_nothing_is_told_once_and_in_time(said: list[str]) -> None:
+    check = HealthCheck()
+    for _ in range(4):
+        check.check_validation(0.0004)
+    assert said == []
+    for _ in range(3):
+        check.check_validation(0.0)
+    assert len(said) == 1 and "0.0004 after 5 validated epochs" in said[0] and "train_batch0.jpg" in said[0]
+    learning = HealthCheck()
+    for map50 in (0.0, 0.0, 0.2, 0.0, 0.0, 0.0):
+        learning.check_validation(map50)
+    assert len(said) == 1

@@ -223,6 +223,8 @@ def test_warning_where_the_run_ends_high() -> None:
     assert all(text in warning for text in ("90%", "--stretch-last-cycle", "--epochs 15 or 35"))
     assert "--epochs 5" in (describe_restarts(restarting(3)) or "")
     assert describe_restarts(restarting(20, stretch=True)) is None
+    typed = make_schedule(kind=RESTARTS, epochs=7, restarts=Restarts(first_cycle=5.0, growth=2.0))  # as typed
+    assert "--epochs 5 or 15" in (describe_restarts(typed) or "")
     assert describe_restarts(make_schedule(kind="fixed")) is None
 
 

@@ -25,6 +25,8 @@ class HealthyRanges:
     skipped_share: float = 0.05  # of an epoch's optimizer steps
     skipped_in_a_row: int = 20  # the loss scale starts at 2^16 and may halve about this often before it fits
     reserved_over_allocated: float = 1.5  # memory held by torch against its largest need
+    map50: float = 0.001  # mAP@0.5 that a model should have reached after ``validations`` validated epochs
+    validations: int = 5
 
 
 @dataclass
@@ -33,6 +35,7 @@ class HealthCheck:
 
     ranges: HealthyRanges = field(default_factory=HealthyRanges)
     warnings: CountedWarnings = field(default_factory=CountedWarnings)
+    map50s: list[float] = field(default_factory=list)  # of the validated epochs so far
 
     def check_epoch(self, record: Mapping[str, float], *, others: str = "") -> None:
         """Judge an epoch's columns of results.csv; missing or unknown (NaN) ones are passed over.
@@ -52,6 +55,18 @@ class HealthCheck:
                 f"{in_a_row} optimizer steps in a row were skipped (gradients not finite, up to "
                 f"{self.ranges.skipped_in_a_row} are normal at the start): the weights stand still. Try --no-amp, then "
                 "a tenth of lr0 in the --hyp file; look at train_batch0.jpg for broken boxes",
+            )
+
+    def check_validation(self, map50: float) -> None:
+        """Judge what the validated epochs have found so far."""
+        self.map50s.append(map50)
+        if len(self.map50s) == self.ranges.validations and max(self.map50s) < self.ranges.map50:
+            self.warnings.warn(
+                "nothing found in validation",
+                f"mAP@0.5 is still {max(self.map50s):.2g} after {len(self.map50s)} validated epochs. Look at "
+                "train_batch0.jpg: are the boxes where the objects are, with the right class? Otherwise the run may be "
+                "too short so far: a new model needs some hundred optimizer steps, which small sets reach with more "
+                "--epochs, --accumulate 1 or pretrained --weights",
             )
 
     def _check_gradients(self, record: Mapping[str, float]) -> None:

@@ -30,6 +30,7 @@ def profile_training(options: TrainOptions) -> list[Diagnosis]:
         finally:
             trainer.monitor.close()
             trainer.train_loader.close()
+            trainer.warning_recorder.close()  # its folder goes
             trainer.lock = None
     return print_profile(profile, trainer.device)
 

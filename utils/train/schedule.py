@@ -64,6 +64,7 @@ class Restarts:
             value = getattr(self, name)
             if value != int(value) or value < 1:
                 raise ValueError(f"cosine restarts: {name} is {value}, expected a whole number of at least 1")
+            object.__setattr__(self, name, int(value))  # the command line gives 5.0
         if not 0 <= self.lr_min < math.inf:
             raise ValueError(f"cosine restarts: lr_min is {self.lr_min}, expected a learning rate such as 1e-5")
 

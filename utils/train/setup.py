@@ -56,14 +56,14 @@ def prepare_run(options: TrainOptions) -> tuple[TrainOptions, Checkpoint | None,
     if not options.resume:
         check_run_path(options)
         return options, None, None
-    path = Path(options.resume) if isinstance(options.resume, str) else newest_unfinished(Path.cwd())
+    path = Path(options.resume) if isinstance(options.resume, str) else newest_run(Path.cwd(), bool(options.weights))
     if path is None:
         if not options.weights:
             raise FileNotFoundError(
                 f"--resume: no last*.pt below {Path.cwd()}; give the path, --resume RUN/weights/last.pt"
             )
         LOGGER.warning(
-            f"--resume: no run to continue below {Path.cwd()}; training starts from {options.weights} instead"
+            f"--resume: no unfinished run below {Path.cwd()}; training starts from {options.weights} instead"
         )
         check_run_path(options)
         return options, None, None
@@ -109,7 +109,11 @@ def last_of_folder(folder: Path) -> Path:
 
 
 def resumed_options(options: TrainOptions, checkpoint: Checkpoint) -> TrainOptions:
-    """Return the checkpoint's options with those of ``CHANGEABLE`` that were typed beside ``--resume``."""
+    """Return the checkpoint's options with those of ``CHANGEABLE`` that were typed beside ``--resume``.
+
+    Raises:
+        ValueError: what was typed does not go with an option that the run keeps.
+    """
     resumed = options_from_mapping(checkpoint.opt)
     for name in sorted(options.given - {"resume"}):
         flag = "--" + name.replace("_", "-")
@@ -120,11 +124,14 @@ def resumed_options(options: TrainOptions, checkpoint: Checkpoint) -> TrainOptio
             setattr(resumed, name, getattr(options, name))
         else:
             LOGGER.warning(f"--resume: {flag} is ignored, the run keeps {getattr(resumed, name)}")
-    return resumed
+    return replace(resumed)  # checks them anew, together
 
 
-def newest_unfinished(folder: Path) -> Path | None:
-    """Return the newest ``weights/last*.pt`` below ``folder`` with epochs left, else the newest of all, else None."""
+def newest_run(folder: Path, only_unfinished: bool = False) -> Path | None:
+    """Return the newest ``weights/last*.pt`` below ``folder`` with epochs left.
+
+    Else the newest of all, unless ``only_unfinished``; else None.
+    """
     found = sorted(folder.rglob("weights/last*.pt"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in found:
         try:
@@ -134,7 +141,7 @@ def newest_unfinished(folder: Path) -> Path | None:
             continue
         if checkpoint.optimizer is not None and checkpoint.epoch + 1 < int(checkpoint.opt.get("epochs", 0)):
             return path
-    return found[0] if found else None
+    return found[0] if found and not only_unfinished else None
 
 
 def options_from_mapping(mapping: dict[str, Any]) -> TrainOptions:
@@ -285,6 +292,8 @@ def freeze_model(model: DetectionModel, freeze: list[int | str]) -> list[nn.Modu
     layers = [model.model[number] for number in numbers]
     for layer in layers:
         layer.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(f"{typed}: the layers left have no weights, nothing could be learnt; freeze fewer layers")
     tensors = sum(1 for layer in layers for _ in layer.parameters())
     LOGGER.info(f"Freeze: layers {', '.join(map(str, numbers))} stand still ({tensors} tensors, batch norm included)")
     return layers
@@ -320,6 +329,11 @@ def make_schedule(options: TrainOptions, hyp: Hyp, batch_size: int, batches_per_
     )
     if ignored := options.schedule_flags[1:]:
         LOGGER.warning(f"{options.schedule_flags[0]} is used, {' and '.join(ignored)} ignored: one schedule at a time")
+    if options.accumulate > batches_per_epoch:
+        LOGGER.warning(
+            f"--accumulate {options.accumulate}: an epoch has only {batches_per_epoch} batches and ends with an "
+            f"optimizer step. --accumulate {batches_per_epoch} makes the same steps, with a weight decay that fits them"
+        )
     if steps > options.epochs * batches_per_epoch / 2:
         LOGGER.warning(
             f"warm-up takes {steps} of the run's {options.epochs * batches_per_epoch} batches; more epochs would help"

@@ -337,6 +337,7 @@ class Trainer:
             self._check_finite(result.losses, "validation")
             self.unread = say_unread(self.val_set.broken_files(), len(self.val_set), "val: ", known=self.unread)
             record.update(result.columns())
+            self.monitor.health.check_validation(result.map50)
         is_done = self.epoch >= self.final_epoch
         if is_stopped and not is_done:
             is_done = self._stop_early()
