@@ -11,7 +11,7 @@ from utils.log import LOGGER
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252", "utf-8"])
-@pytest.mark.parametrize("name", ["图.jpg", "é.jpg", "caf\udce9.jpg", "plain.jpg", "🐟.png"])
+@pytest.mark.parametrize("name", ["图.jpg", "é.jpg", "caf\udce9.jpg", "plain.jpg", "🐟.png"], ids=ascii)
 @pytest.mark.parametrize("level", ["info", "warning", "error"])
 def test_no_line_is_lost_for_a_sign_that_cannot_be_shown(
     monkeypatch: pytest.MonkeyPatch, encoding: str, name: str, level: str
