@@ -26,7 +26,7 @@ from models.runners import (
     ScriptRunner,
     lead_output,
 )
-from utils.files import read_yaml
+from utils.files import find_file, read_yaml
 from utils.log import LOGGER
 
 SUFFIXES = (".pt", ".torchscript", ".onnx", ".engine")
@@ -67,19 +67,27 @@ class DetectMultiBackend(nn.Module):
         Args:
             device: where to run; an ONNX file follows it only if ONNX Runtime has a provider for it.
             dnn: run an ONNX file with OpenCV instead of ONNX Runtime.
-            data: data YAML whose names are used when the file has none.
+            data: data YAML whose names are used when the file has none; a path, or a name found below data/.
             fp16: half precision for a ``.pt`` file on CUDA; exported files are what they were exported as.
             fuse: run a ``.pt`` file in its inference form (lead branch only, norms folded).
             offline: never fetch.
+
+        Raises:
+            FileNotFoundError: no such weights, or no such data YAML although its names are needed.
+            ValueError: a file that cannot be used.
         """
         super().__init__()
         path = find_weights(_single_path(weights), offline=offline)
         self.device = torch.device(device)
         self.pt, self.jit, self.onnx, self.engine = (path.suffix.lower() == suffix for suffix in SUFFIXES)
         self.xml = path.name.endswith(OPENVINO_SUFFIX)
-        fallback = read_yaml(data).get("names") if data else None
+        if dnn and not self.onnx:
+            LOGGER.warning(f"--dnn has no effect on {path.name}: OpenCV's DNN module runs .onnx files here")
+        fallback, absent = _names_in(data) if data else (None, None)
         self.runner: Runner = self._open(path, dnn, fallback, fp16 and self._may_halve(path), fuse)
         self.names, self.stride, self.fp16 = self.runner.names, self.runner.stride, self.runner.fp16
+        if absent is not None:
+            self._do_without(absent, path)
         self.static_shape, self.batch_size = self.runner.static_shape, self.runner.batch_size
 
     def _open(self, path: Path, dnn: bool, names: Any, fp16: bool, fuse: bool) -> Runner:
@@ -92,6 +100,13 @@ class DetectMultiBackend(nn.Module):
         if self.xml:
             return OpenVinoRunner(path, names)
         return OpenCvRunner(path, names) if dnn else OnnxRuntimeRunner(path, self.device, names)
+
+    def _do_without(self, absent: FileNotFoundError, path: Path) -> None:
+        """Pass over a data YAML that is not there where the weights name their classes; raise ``absent`` elsewhere."""
+        has_names = self.pt or any(name != f"class{index}" for index, name in self.names.items())  # as runners number
+        if not has_names:
+            raise FileNotFoundError(f"--data {absent}. {path.name} holds no class names, that file was to name them")
+        LOGGER.warning(f"--data {absent}; it is not needed, {path.name} names its classes")
 
     def _may_halve(self, path: Path) -> bool:
         if not self.pt:
@@ -161,6 +176,14 @@ class TorchRunner(nn.Module):
 
     def forward(self, images: Tensor) -> list[Tensor]:
         return [lead_prediction(self.model(images))]
+
+
+def _names_in(data: str | Path) -> tuple[Any, FileNotFoundError | None]:
+    """Return the names a data YAML holds; where it is not there the error that says so."""
+    try:
+        return read_yaml(find_file(data, roots=("data", "models", "utils"))).get("names"), None
+    except FileNotFoundError as error:
+        return None, error
 
 
 def _single_path(weights: str | Path | Sequence[str | Path]) -> Path:

@@ -30,6 +30,7 @@ REEXPORTS = {
     "utils.loss_tal_dual",
     "utils.metrics",
     "utils.plots",
+    "utils.tal.anchor_generator",
     "utils.tal.assigner",
     "utils.torch_utils",
 }

@@ -10,46 +10,174 @@ from pathlib import Path
 import pytest
 
 from utils.cli import make_parser
+from utils.log import LOGGER
 from utils.options import DetectOptions, ExportOptions, Hyp, TrainOptions, ValOptions, height_width
 
-UPSTREAM_TRAIN_FLAGS = """
---weights --cfg --data --hyp --epochs --batch-size --imgsz --img --img-size --rect --resume --nosave --noval
---noautoanchor --noplots --evolve --bucket --cache --image-weights --device --multi-scale --single-cls
---optimizer --sync-bn --workers --project --name --exist-ok --quad --cos-lr --flat-cos-lr --fixed-lr
---label-smoothing --patience --freeze --save-period --seed --local_rank --min-items --close-mosaic --entity
---upload_dataset --bbox_interval --artifact_alias
-""".split()
-UPSTREAM_VAL_FLAGS = """
---data --weights --batch-size --imgsz --img --img-size --conf-thres --iou-thres --max-det --task --device
---workers --single-cls --augment --verbose --save-txt --save-conf --save-hybrid --save-json --project --name
---exist-ok --half --dnn --min-items
-""".split()
-UPSTREAM_DETECT_FLAGS = """
---weights --source --data --imgsz --img --img-size --conf-thres --iou-thres --max-det --device --view-img
---save-txt --save-conf --save-crop --nosave --classes --agnostic-nms --augment --visualize --update --project
---name --exist-ok --line-thickness --hide-labels --hide-conf --half --dnn --vid-stride
-""".split()
+UPSTREAM_FLAGS = {  # spellings of one option joined by a slash
+    TrainOptions: """
+        --weights --cfg --data --hyp --epochs --batch-size --imgsz/--img/--img-size --rect --resume --nosave --noval
+        --noautoanchor --noplots --evolve --bucket --cache --image-weights --device --multi-scale --single-cls
+        --optimizer --sync-bn --workers --project --name --exist-ok --quad --cos-lr --flat-cos-lr --fixed-lr
+        --label-smoothing --patience --freeze --save-period --seed --local_rank --min-items --close-mosaic --entity
+        --upload_dataset --bbox_interval --artifact_alias""",
+    ValOptions: """
+        --data --weights --batch-size --imgsz/--img/--img-size --conf-thres --iou-thres --max-det --task --device
+        --workers --single-cls --augment --verbose --save-txt --save-hybrid --save-conf --save-json --project --name
+        --exist-ok --half --dnn --min-items""",
+    DetectOptions: """
+        --weights --source --data --imgsz/--img/--img-size --conf-thres --iou-thres --max-det --device --view-img
+        --save-txt --save-conf --save-crop --nosave --classes --agnostic-nms --augment --visualize --update --project
+        --name --exist-ok --line-thickness --hide-labels --hide-conf --half --dnn --vid-stride""",
+    ExportOptions: """
+        --data --weights --imgsz/--img/--img-size --batch-size --device --half --inplace --keras --optimize --int8
+        --dynamic --simplify --opset --verbose --workspace --nms --agnostic-nms --topk-per-class --topk-all
+        --iou-thres --conf-thres --include""",
+}
+REFUSED = {  # option of upstream -> what the message offers instead
+    (TrainOptions, "--evolve"): "leave it out",
+    (DetectOptions, "--update"): "strip_optimizer",
+    (ExportOptions, "--keras"): "--include onnx",
+    (ExportOptions, "--optimize"): "leave it out",
+    (ExportOptions, "--int8"): "--half",
+    (ExportOptions, "--nms"): "--end2end",
+}
+ALLOWED = {"imgsz": "64", "opset": "12", "cache": "ram", "label_smoothing": "0.1"}  # where 1 is none
 REPOSITORY = Path(__file__).resolve().parents[1]
+ALL_OPTIONS = list(UPSTREAM_FLAGS)
+
+
+def upstream_fields(options: type) -> dict[str, str]:
+    """Flag of upstream -> name of its field, which is upstream's too."""
+    groups = [group.split("/") for group in UPSTREAM_FLAGS[options].split()]
+    return {flag: group[0][2:].replace("-", "_") for group in groups for flag in group}
+
+
+def value_of(options: type, flag: str) -> list[str]:
+    """Words that may stand behind a flag."""
+    action = next(action for action in make_parser(options, "")._actions if flag in action.option_strings)
+    if action.nargs == 0:
+        return []
+    return [str(action.choices[0]) if action.choices else ALLOWED.get(action.dest, "1")]
+
+
+@pytest.mark.parametrize("options", ALL_OPTIONS)
+def test_every_flag_of_upstream_is_taken_or_refused_with_what_to_do(
+    options: type, capsys: pytest.CaptureFixture
+) -> None:
+    for flag, name in upstream_fields(options).items():
+        line = [flag, *value_of(options, flag)]
+        if (options, flag) not in REFUSED:
+            assert options.from_cli(line).given == {name}
+            continue
+        with pytest.raises(SystemExit) as caught:
+            options.from_cli(line)
+        assert caught.value.code == 2
+        message = capsys.readouterr().err
+        assert f"error: {flag} " in message and REFUSED[options, flag] in message
+
+
+@pytest.mark.parametrize("options", ALL_OPTIONS)
+def test_abbreviations_that_are_unique_among_the_flags_of_upstream_mean_its_fields(options: type) -> None:
+    parser, fields_of = make_parser(options, "", has_defaults=False), upstream_fields(options)
+    values = {name: value_of(options, flag) for flag, name in fields_of.items()}
+    checked = 0
+    for prefix in sorted({flag[:length] for flag in fields_of for length in range(3, len(flag) + 1)}):
+        meant = {name for flag, name in {**fields_of, "--help": "help"}.items() if flag.startswith(prefix)}
+        meant = {fields_of[prefix]} if prefix in fields_of else meant
+        if len(meant) == 1:
+            (name,) = meant
+            joined = [f"{prefix}={values[name][0]}"] if values[name] else [prefix]
+            for line in ([prefix, *values[name]], joined):
+                assert set(vars(parser.parse_args(line))) == {name}, line
+            checked += 1
+    assert checked > 100
 
 
 @pytest.mark.parametrize(
-    ("options", "flags"),
+    ("options", "line", "name", "value"),
     [
-        (TrainOptions, UPSTREAM_TRAIN_FLAGS),
-        (ValOptions, UPSTREAM_VAL_FLAGS),
-        (DetectOptions, UPSTREAM_DETECT_FLAGS),
-        (
-            ExportOptions,
-            ["--data", "--weights", "--imgsz", "--batch-size", "--half", "--dynamic", "--opset", "--include"],
-        ),
+        (TrainOptions, "--cos", "cos_lr", True),
+        (TrainOptions, "--label 0.1", "label_smoothing", 0.1),
+        (TrainOptions, "--cach disk", "cache", "disk"),
+        (TrainOptions, "--bat 4", "batch_size", 4),
+        (TrainOptions, "--bat=-1", "batch_size", -1),
+        (TrainOptions, "--pro runs/x --no-a", "amp", False),
+        (TrainOptions, "--cos-re 5", "cos_restarts", [5.0]),
+        (TrainOptions, "--local 0", "local_rank", 0),
+        (TrainOptions, "--mosaic-c 9", "mosaic_cache", 9),
+        (DetectOptions, "--vid 2", "vid_stride", 2),
+        (DetectOptions, "--video mp4v", "video_codec", "mp4v"),
+        (DetectOptions, "--con 0.5", "conf_thres", 0.5),
+        (ValOptions, "--con 0.5", "conf_thres", 0.5),
+        (ValOptions, "--no-r", "rect", False),
+        (ExportOptions, "--dyn", "dynamic", True),
+        (ExportOptions, "--dynamic-h", "dynamic_hw", True),
+        (ExportOptions, "--bat 4", "batch_size", 4),
     ],
 )
-def test_every_flag_of_upstream_is_known(options: type, flags: list[str]) -> None:
-    known = set(make_parser(options, "")._option_string_actions)
-    assert set(flags) <= known
+def test_abbreviations(options: type, line: str, name: str, value: object) -> None:
+    assert getattr(options.from_cli(line.split()), name) == value
 
 
-@pytest.mark.parametrize("options", [TrainOptions, ValOptions, DetectOptions, ExportOptions])
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [(TrainOptions, "--no"), (ExportOptions, "--topk 3"), (DetectOptions, "--save"), (ValOptions, "--h")],
+)
+def test_abbreviations_that_upstream_calls_ambiguous_stay_so(
+    options: type, line: str, capsys: pytest.CaptureFixture
+) -> None:
+    with pytest.raises(SystemExit):
+        options.from_cli(line.split())
+    assert "ambiguous option" in capsys.readouterr().err
+
+
+def test_words_behind_two_dashes_are_no_flags(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        TrainOptions.from_cli(["--cos", "--", "--bat"])
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "unrecognized arguments" in error and error.endswith("--bat")
+
+
+@pytest.mark.parametrize(
+    ("options", "line", "told"),
+    [
+        (TrainOptions, "--sync --bucket b --epochs 3", "--bucket, --sync-bn"),
+        (TrainOptions, "--noauto --local_rank -1", "--noautoanchor, --local-rank"),
+        (
+            ExportOptions,
+            "--inplace --agnostic --topk-per 5 --data x.yaml",
+            "--data, --inplace, --agnostic-nms, --topk-per-class",
+        ),
+        (TrainOptions, "--epochs 3", ""),
+        (ValOptions, "--half", ""),
+        (DetectOptions, "--half", ""),
+    ],
+)
+def test_typed_options_without_effect_are_told_in_one_line(
+    options: type, line: str, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    LOGGER.addHandler(caplog.handler)
+    try:
+        options.from_cli(line.split())
+    finally:
+        LOGGER.removeHandler(caplog.handler)
+    expected = [f"accepted without effect: {told}"] if told else []
+    assert [record.getMessage() for record in caplog.records] == expected
+
+
+@pytest.mark.parametrize("options", ALL_OPTIONS)
+def test_help_of_options_without_effect_says_so(options: type) -> None:
+    for item in fields(options):
+        assert item.metadata["is_idle"] == item.metadata["help"].startswith("accepted without effect"), item.name
+
+
+@pytest.mark.parametrize("options", ALL_OPTIONS)
+def test_options_that_upstream_lacks_are_marked_as_such(options: type) -> None:
+    own = {item.name for item in fields(options) if item.metadata["is_own"]}
+    assert own == {item.name for item in fields(options)} - set(upstream_fields(options).values())
+
+
+@pytest.mark.parametrize("options", ALL_OPTIONS)
 def test_command_line_defaults_equal_dataclass_defaults(options: type) -> None:
     assert options.from_cli([]) == options()
     assert all(item.metadata["help"] for item in fields(options))

@@ -215,6 +215,20 @@ def find_file(name: str | Path, *, roots: Sequence[str | Path] = (), suffixes: S
     raise FileNotFoundError(f"'{name}' not found. Searched: {searched}")
 
 
+def check_file(file: str | Path, suffix: str | Sequence[str] = "") -> str:
+    """Return the path that :func:`find_file` finds, as text, searching as upstream's function of that name does.
+
+    Nothing (``""``) stays nothing. Addresses are not fetched.
+    """
+    suffixes = [suffix] if isinstance(suffix, str) and suffix else suffix
+    return str(find_file(file, roots=("data", "hyp", "models", "utils"), suffixes=suffixes)) if str(file) else ""
+
+
+def check_yaml(file: str | Path, suffix: str | Sequence[str] = (".yaml", ".yml")) -> str:
+    """Return what :func:`check_file` finds, a YAML file unless ``suffix`` says otherwise."""
+    return check_file(file, suffix)
+
+
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """Read a YAML mapping (UTF-8, with or without byte order mark) with the safe loader.
 

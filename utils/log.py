@@ -13,6 +13,14 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 BAR_FORMAT = "{l_bar}{bar:10}{r_bar}"
+COLOURS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
+STYLES = {  # name -> number that terminals know it by
+    **{name: 30 + index for index, name in enumerate(COLOURS)},
+    **{f"bright_{name}": 90 + index for index, name in enumerate(COLOURS)},
+    "bold": 1,
+    "underline": 4,
+    "end": 0,
+}
 
 
 class _BarSafeHandler(logging.Handler):
@@ -96,3 +104,18 @@ class CountedWarnings:
 def counted(number: int, noun: str) -> str:
     """Return ``number`` with ``noun`` in the plural where it should be: 1 epoch, 2 epochs."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def colorstr(*words: object) -> str:
+    """Return text with a terminal's signs for colour and style around it: ``colorstr("red", "bold", "text")``.
+
+    A text alone becomes blue and bold. For users' scripts; our own lines are plain, as they end up in files too.
+
+    Raises:
+        ValueError: a colour that terminals do not know.
+    """
+    *styles, text = words if len(words) > 1 else ("blue", "bold", *words)
+    for style in styles:
+        if style not in STYLES:
+            raise ValueError(f"colour {style!r} is unknown; known are {', '.join(STYLES)}")
+    return "".join(f"\033[{STYLES[style]}m" for style in styles) + f"{text}\033[{STYLES['end']}m"

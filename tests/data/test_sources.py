@@ -54,6 +54,26 @@ def test_linked_folders_are_entered_once(tmp_path: Path) -> None:
     assert names_of(tmp_path / "single") == ["link.jpg"]
 
 
+@pytest.mark.parametrize("source", ["data/images", "./data/images/", "./data/images/horses.jpg", "data/images/*.jpg"])
+def test_pictures_that_are_not_shipped_come_with_the_way_to_some(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError) as caught:
+        resolve_source(source)
+    message = str(caught.value)
+    assert message.startswith(f"--source '{source}' ") and "no pictures come with this repository" in message
+    assert "python scripts/make_shapes.py --folder ../datasets/shapes" in message
+    assert "--source ../datasets/shapes/images/test" in message
+    (tmp_path / "data" / "images").mkdir(parents=True)
+    with pytest.raises((FileNotFoundError, ValueError), match="no pictures come with this repository"):
+        resolve_source(source)
+    for other in ("datas/images", "images", "mine/data/images/a.jpg"):
+        with pytest.raises(FileNotFoundError) as caught:
+            resolve_source(other)
+        assert "make_shapes" not in str(caught.value)
+
+
 @pytest.mark.parametrize("folder", ["set [1]", "a*b", "50%d #1", "图像 一"])
 def test_odd_folder_names_are_literal(tmp_path: Path, folder: str) -> None:
     write_picture(tmp_path / folder / "a (1).jpg")

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch import Tensor
 from torch.utils.data import Sampler
 
 from utils.data.dataset import SampleKey
@@ -129,6 +131,11 @@ def class_weights(labels: Sequence[np.ndarray], nc: int) -> np.ndarray:
     classes = _rows(labels)[:, 0].astype(np.int64)
     inverse = 1.0 / np.maximum(np.bincount(classes, minlength=nc)[:nc], 1)
     return inverse / inverse.sum() * nc
+
+
+def labels_to_class_weights(labels: Sequence[np.ndarray], nc: int = 80) -> Tensor:
+    """Return :func:`class_weights` as upstream's function of that name: a tensor (nc,) that adds up to 1."""
+    return torch.from_numpy(class_weights(labels, nc) / nc).float()
 
 
 def image_weights(labels: Sequence[np.ndarray], nc: int, class_weights: np.ndarray) -> np.ndarray:

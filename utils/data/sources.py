@@ -43,6 +43,11 @@ STREAM_SCHEMES = ("rtsp://", "rtmp://", "http://", "https://")
 VIDEO_PAGES = ("youtube.com", "m.youtube.com", "youtu.be")
 ADDRESS_SIGNS = "%/:=&?~#+!$,;'@()*[]"  # have a meaning in addresses
 DOWNLOAD_TIMEOUT_S = 30
+USUAL_FOLDER = ("data", "images")  # the default of --source, in which upstream's guides have a picture
+PICTURES_HINT = (
+    "; no pictures come with this repository. Name some of your own, or make some: python scripts/make_shapes.py "
+    "--folder ../datasets/shapes, then type --source ../datasets/shapes/images/test"
+)
 DECODERS = min(4, os.cpu_count() or 1)  # threads that decode pictures; more would only fill the memory
 
 
@@ -192,7 +197,7 @@ def _resolve_one(text: str, result: Source) -> None:
     elif glob.has_magic(text):
         _add_matches(text, result)
     else:
-        raise FileNotFoundError(f"--source '{text}' does not exist (looked for {path.absolute()})")
+        raise FileNotFoundError(f"--source '{text}' does not exist (looked for {path.absolute()}){_hint(text)}")
 
 
 def _add_existing(path: Path, result: Source) -> None:
@@ -211,7 +216,9 @@ def _add_matches(pattern: str, result: Source) -> None:
         literal /= rest.pop(0)
     matches = sorted(glob.glob(os.path.join(glob.escape(str(literal)), *rest), recursive=True))
     if not matches:
-        raise FileNotFoundError(f"--source '{pattern}' matches nothing (looked in {literal.absolute()})")
+        raise FileNotFoundError(
+            f"--source '{pattern}' matches nothing (looked in {literal.absolute()}){_hint(pattern)}"
+        )
     for match in map(Path, matches):
         if match.is_dir():
             result.add_folder(match, literal)
@@ -251,7 +258,14 @@ def _refuse_empty(source: str, result: Source) -> None:
         others = f" (and {len(result.missing) - 1} more, see above)" if len(result.missing) > 1 else ""
         raise ValueError(f"--source '{source}' holds nothing that can be read: {name}: {reason}{others}")
     suffixes = " ".join(sorted(suffix[1:] for suffix in IMAGE_SUFFIXES | VIDEO_SUFFIXES))
-    raise ValueError(f"--source '{source}' holds no picture or video; looked for the suffixes {suffixes}")
+    raise ValueError(
+        f"--source '{source}' holds no picture or video; looked for the suffixes {suffixes}{_hint(source)}"
+    )
+
+
+def _hint(source: str) -> str:
+    """Return where pictures can be had, for a source in the folder that holds some with upstream."""
+    return PICTURES_HINT if Path(os.path.normpath(source)).parts[:2] == USUAL_FOLDER else ""
 
 
 def _below(path: Path, root: Path | None) -> Path:

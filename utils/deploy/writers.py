@@ -17,6 +17,7 @@ import numpy as np
 from utils.boxes import clip_boxes, xywh2xyxy, xyxy2xywh
 from utils.deploy.tables import RESULTS_NAME, Row, Tables, naming, read_results, shown_file
 from utils.deploy.video import VIDEO_SUFFIX, Codec, VideoWriter, choose_codec
+from utils.files import increment_path
 from utils.log import LOGGER
 from utils.threads import interrupts_wait
 
@@ -328,12 +329,49 @@ def _crop_base(stem: Path, name: str, number: int) -> Path:
     return Path("crops") / folder_name(name, number) / stem
 
 
-def cut_out(image: np.ndarray, box_xyxy: np.ndarray) -> np.ndarray:
-    """Return the part of ``image`` inside a box that is enlarged by 2 % and 10 pixels; empty for a box outside."""
+def cut_out(
+    image: np.ndarray,
+    box_xyxy: np.ndarray,
+    gain: float = CROP_GAIN,
+    pad: float = CROP_PAD,
+    *,
+    is_square: bool = False,
+) -> np.ndarray:
+    """Return the part of ``image`` inside a box that is enlarged by 2 % and 10 pixels; empty for a box outside.
+
+    With ``is_square`` the box grows to a square of its longer side first.
+    """
     boxes = xyxy2xywh(box_xyxy[None].astype(np.float64))
-    boxes[:, 2:] = boxes[:, 2:] * CROP_GAIN + CROP_PAD
+    if is_square:
+        boxes[:, 2:] = boxes[:, 2:].max()
+    boxes[:, 2:] = boxes[:, 2:] * gain + pad
     left, top, right, bottom = clip_boxes(xywh2xyxy(boxes), image.shape[:2])[0].astype(int)
     return image[top:bottom, left:right]
+
+
+def save_one_box(
+    xyxy: Sequence[float],
+    im: np.ndarray,
+    file: str | Path = "im.jpg",
+    gain: float = CROP_GAIN,
+    pad: float = CROP_PAD,
+    square: bool = False,
+    BGR: bool = False,  # noqa: N803 - upstream's name
+    save: bool = True,
+) -> np.ndarray:
+    """Cut a box (x1, y1, x2, y2 in pixels) out of an image and write it beside those that ``file`` names already.
+
+    The suffix becomes ``.jpg``. Without ``BGR`` the channels of ``im`` are turned round, which brings RGB to BGR.
+
+    Returns:
+        What was cut out, in BGR; empty for a box outside, which is not written.
+    """
+    crop = cut_out(im, np.array([float(value) for value in xyxy]), gain, pad, is_square=square)
+    crop = crop if BGR else crop[..., ::-1]
+    if save and crop.size:
+        path = increment_path(Path(file).with_suffix(".jpg"))
+        _replace_file(path, _encode(np.ascontiguousarray(crop), ".jpg", CROP_OPTIONS))
+    return crop
 
 
 def _encode(image: np.ndarray, suffix: str, options: Sequence[int] = ()) -> bytes:

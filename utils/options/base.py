@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from utils.cli import option, parse_options
+from utils.cli import own_option, parse_options
 
 SLICE_AS_INPUT = -1  # slices as large as the longer side of the network's input
 
@@ -47,7 +47,7 @@ class FromCli:
 
 def slice_option() -> Any:
     """``--slice`` of detection and validation; their ``check_slices`` judges its value."""
-    return option(
+    return own_option(
         0,
         "look at large pictures in slices of this side (without a number: that of --imgsz), for small objects",
         flag="--slice",
@@ -58,7 +58,7 @@ def slice_option() -> Any:
 
 def slice_overlap_option() -> Any:
     """``--slice-overlap`` of detection and validation."""
-    return option(0.2, "share of their side that neighbouring slices have in common")
+    return own_option(0.2, "share of their side that neighbouring slices have in common")
 
 
 def height_width(imgsz: Sequence[int] | int) -> list[int]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from utils.cli import option
+from utils.cli import option, own_option
 from utils.options.base import FromCli, height_width, slice_option, slice_overlap_option
 
 THICKEST_LINE = 255  # pixels; OpenCV draws up to 32767, and labels grow with the line
@@ -21,7 +21,7 @@ class DetectOptions(FromCli):
     weights: list = option(
         ["yolo.pt"], "weights: .pt, .torchscript, .onnx, .engine or an OpenVINO folder", nargs="+", type=str
     )
-    offline: bool = option(False, "never fetch published weights (also: environment variable YOLO_OFFLINE=1)")
+    offline: bool = own_option(False, "never fetch published weights (also: environment variable YOLO_OFFLINE=1)")
     source: str = option(
         "data/images", "picture, video, folder, pattern with *, .txt list, stream address, camera number or screen"
     )
@@ -36,10 +36,10 @@ class DetectOptions(FromCli):
     view_img: bool = option(False, "show results in a window")
     save_txt: bool = option(False, "write label files")
     save_conf: bool = option(False, "with --save-txt: confidence as sixth column")
-    save_empty: bool = option(False, "with --save-txt: an empty label file where nothing was found")
+    save_empty: bool = own_option(False, "with --save-txt: an empty label file where nothing was found")
     save_crop: bool = option(False, "write each detection as a picture of its own")
-    save_csv: bool = option(False, "write all detections to detections.csv")
-    save_json: bool = option(False, "write all detections to detections.json")
+    save_csv: bool = own_option(False, "write all detections to detections.csv")
+    save_json: bool = own_option(False, "write all detections to detections.json")
     nosave: bool = option(False, "write no annotated pictures and videos")
     classes: Any = option(None, "only these class numbers", nargs="+", type=int)
     agnostic_nms: bool = option(False, "NMS across classes")
@@ -55,13 +55,15 @@ class DetectOptions(FromCli):
     half: bool = option(False, "float16 inference on CUDA")
     dnn: bool = option(False, "run ONNX files with OpenCV's DNN module")
     vid_stride: int = option(1, "use every N-th frame of a video")
-    batch_size: int = option(1, "frames per step", "--batch")
+    batch_size: int = own_option(1, "frames per step", "--batch")
     slice_size: int = slice_option()
     slice_overlap: float = slice_overlap_option()
-    video_codec: str = option(
+    video_codec: str = own_option(
         "auto", "auto: H.264 where an encoder is found, else mp4v", choices=["auto", "h264", "mp4v"]
     )
-    sequential: bool = option(False, "one step after the other instead of reading, network and writing side by side")
+    sequential: bool = own_option(
+        False, "one step after the other instead of reading, network and writing side by side"
+    )
 
     def __post_init__(self) -> None:
         self.check_slices()

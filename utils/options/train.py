@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from utils.cli import option
+from utils.cli import idle_option, option, own_option
 from utils.files import find_file
 from utils.options.base import FromCli
 from utils.options.hyp import Hyp
@@ -22,6 +22,8 @@ OVERRIDES = ("mosaic", "mixup", "copy_paste")  # hyper-parameters that have a fl
 
 
 MAX_SEED = 2**63  # torch's generators take a signed number of 64 bits
+MAX_EPOCHS = 1_000_000  # a slip of the finger beyond it; schedules list their epochs
+MAX_STALL_S = 1e6  # twelve days; the system's clocks refuse far longer waits
 QUAD = 4  # pictures that --quad joins to one
 SCHEDULE_FLAGS = {  # flag -> kind of schedule, in the order in which they win over each other
     "--cos-restarts": "cosine-restarts",
@@ -50,7 +52,7 @@ class TrainOptions(FromCli):
     description = "Train a YOLOv9 or GELAN detector on one device."
 
     weights: str = option("", "starting weights (.pt); '' trains from scratch")
-    offline: bool = option(False, "never fetch published weights (also: environment variable YOLO_OFFLINE=1)")
+    offline: bool = own_option(False, "never fetch published weights (also: environment variable YOLO_OFFLINE=1)")
     cfg: str = option("", "model YAML (yolov9-s.yaml, models/detect/gelan-c.yaml); '' takes it from the weights")
     data: str = option("data/coco.yaml", "data set YAML")
     hyp: str = option("hyp/hyp.scratch-high.yaml", "hyper-parameter YAML, a path or a bare name")
@@ -61,10 +63,10 @@ class TrainOptions(FromCli):
     resume: Any = option(False, "continue the newest run, or the given last.pt", nargs="?", const=True, type=str)
     nosave: bool = option(False, "write checkpoints after the last epoch only")
     noval: bool = option(False, "validate after the last epoch only")
-    noautoanchor: bool = option(False, "accepted without effect (the model has no anchors)")
+    noautoanchor: bool = idle_option(False, "the model has no anchors")
     noplots: bool = option(False, "write no plots")
     evolve: Any = option(None, "not available", nargs="?", const=300, type=int)
-    bucket: str = option("", "accepted without effect")
+    bucket: str = idle_option("")
     cache: Any = option(
         None,
         "keep decoded images: ram (when given bare), disk, val (validation set only, in memory), gpu (training set, in "
@@ -73,20 +75,20 @@ class TrainOptions(FromCli):
         const="ram",
         type=str,
     )
-    cache_dir: str = option("", "folder of the disk cache; '' = the user's cache folder")
-    augment: str = option(
+    cache_dir: str = own_option("", "folder of the disk cache; '' = the user's cache folder")
+    augment: str = own_option(
         "auto",
         "where training images are put together and changed: gpu, cpu (loader processes), or auto = gpu where possible",
         choices=AUGMENT_PLACES,
     )
-    stall_warning: float = option(300.0, "warn when no batch has come for this many seconds; 0 = never")
-    mosaic_cache: int = option(0, "prepare N mosaics once and draw from them; 0 = make each anew")
+    stall_warning: float = own_option(300.0, "warn when no batch has come for this many seconds; 0 = never")
+    mosaic_cache: int = own_option(0, "prepare N mosaics once and draw from them; 0 = make each anew")
     image_weights: bool = option(False, "show images with weak classes more often")
     device: str = option("", "'' = GPU if there is one, else CPU; or cpu, 0, 1, …, mps")
     multi_scale: bool = option(False, "another image side for every batch, 0.5 to 1.5 times --img")
     single_cls: bool = option(False, "treat all classes as one")
     optimizer: str = option("SGD", "optimizer", choices=("SGD", "Adam", "AdamW", "LION"))
-    sync_bn: bool = option(False, "accepted without effect (one device)")
+    sync_bn: bool = idle_option(False, "one device")
     workers: int = option(8, "loader processes, at most one per core")
     project: str = option("runs/train", "folder that collects runs")
     name: str = option("exp", "name of the run's folder")
@@ -95,43 +97,45 @@ class TrainOptions(FromCli):
     cos_lr: bool = option(False, "cosine learning rate")
     flat_cos_lr: bool = option(False, "constant learning rate for the first half, then cosine")
     fixed_lr: bool = option(False, "constant learning rate")
-    cos_restarts: Any = option(
+    cos_restarts: Any = own_option(
         None, "cosine with warm restarts: T_0 T_mult eta_min, bare = 5 2 1e-5", nargs="*", type=float
     )
-    stretch_last_cycle: bool = option(False, "with --cos-restarts: let the run end at eta_min")
+    stretch_last_cycle: bool = own_option(False, "with --cos-restarts: let the run end at eta_min")
     label_smoothing: float = option(0.0, "share taken from the target class of foreground anchors")
-    label_smoothing_decay: str = option("none", "course of the smoothing over the epochs", choices=("none", "linear"))
+    label_smoothing_decay: str = own_option(
+        "none", "course of the smoothing over the epochs", choices=("none", "linear")
+    )
     patience: int = option(100, "stop after this many epochs without a better fitness; 0 = never")
     freeze: list = option(
         [0], "N: layers 0 to N-1; several numbers: these layers; or the word backbone", nargs="+", type=layer_word
     )
     save_period: int = option(-1, "also keep a checkpoint every N epochs; -1 = never")
     seed: int = option(0, "seed of weights, data order and augmentation")
-    local_rank: int = option(-1, "accepted without effect (one device)", "--local_rank")
+    local_rank: int = idle_option(-1, "one device", "--local_rank")
     min_items: int = option(0, "leave out training images with fewer boxes")
     close_mosaic: int = option(0, "no mosaic in the last N epochs")
-    open_mosaic: int = option(0, "no mosaic in the first N epochs")
-    mosaic: float = option(-1.0, "override the hyper-parameter mosaic (probability); -1 keeps it")
-    mixup: float = option(-1.0, "override the hyper-parameter mixup; -1 keeps it")
-    copy_paste: float = option(-1.0, "override the hyper-parameter copy_paste; -1 keeps it", "--copy_paste")
-    amp: bool = option(True, "mixed precision on CUDA", action=BOOLEAN)
-    amp_dtype: str = option(
+    open_mosaic: int = own_option(0, "no mosaic in the first N epochs")
+    mosaic: float = own_option(-1.0, "override the hyper-parameter mosaic (probability); -1 keeps it")
+    mixup: float = own_option(-1.0, "override the hyper-parameter mixup; -1 keeps it")
+    copy_paste: float = own_option(-1.0, "override the hyper-parameter copy_paste; -1 keeps it", "--copy_paste")
+    amp: bool = own_option(True, "mixed precision on CUDA", action=BOOLEAN)
+    amp_dtype: str = own_option(
         "fp16", "number type of mixed precision: fp16 (with loss scaling) or bf16", choices=AMP_DTYPES
     )
-    clip_grad: float = option(10.0, "limit of the gradient norm; inf = off")
-    accumulate: int = option(0, "batches per optimizer step; 0 = as many as make 64 images")
-    grad_checkpoint: int = option(
+    clip_grad: float = own_option(10.0, "limit of the gradient norm; inf = off")
+    accumulate: int = own_option(0, "batches per optimizer step; 0 = as many as make 64 images")
+    grad_checkpoint: int = own_option(
         0, "keep 1/N of the activations and compute the rest twice, bare = 2; saves memory", nargs="?", const=2
     )
-    profile_loader: bool = option(False, "run a few dozen steps, print where the time goes, save nothing")
-    alloc_conf: str = option("", "setting of torch's CUDA allocator; '' lets the program choose")
-    deterministic: bool = option(False, "only kernels with repeatable results (slower on CUDA)")
-    cuda_graphs: bool = option(True, "record the step as CUDA graphs, on CUDA", action=BOOLEAN)
-    plain_kernels: bool = option(False, "torch's own kernels only, none of this repository")
-    entity: str = option("", "accepted without effect")
-    upload_dataset: str = option("", "accepted without effect", "--upload_dataset", nargs="?", const="val")
-    bbox_interval: int = option(-1, "accepted without effect", "--bbox_interval")
-    artifact_alias: str = option("latest", "accepted without effect", "--artifact_alias")
+    profile_loader: bool = own_option(False, "run a few dozen steps, print where the time goes, save nothing")
+    alloc_conf: str = own_option("", "setting of torch's CUDA allocator; '' lets the program choose")
+    deterministic: bool = own_option(False, "only kernels with repeatable results (slower on CUDA)")
+    cuda_graphs: bool = own_option(True, "record the step as CUDA graphs, on CUDA", action=BOOLEAN)
+    plain_kernels: bool = own_option(False, "torch's own kernels only, none of this repository")
+    entity: str = idle_option("")
+    upload_dataset: str = idle_option("", "", "--upload_dataset", nargs="?", const="val")
+    bbox_interval: int = idle_option(-1, "", "--bbox_interval")
+    artifact_alias: str = idle_option("latest", "", "--artifact_alias")
 
     def __post_init__(self) -> None:
         self._refuse_unavailable()
@@ -146,6 +150,13 @@ class TrainOptions(FromCli):
             mosaic_cache=0,
             stall_warning=0,
         )
+        if self.epochs > MAX_EPOCHS:
+            raise ValueError(f"--epochs {self.epochs}: should be at most {MAX_EPOCHS}, 100 to 500 are usual")
+        if not self.stall_warning <= MAX_STALL_S:
+            raise ValueError(
+                f"--stall-warning {self.stall_warning}: should be a number of seconds up to {MAX_STALL_S:.0f}; "
+                "0 never warns"
+            )
         if self.imgsz < 32:
             raise ValueError(f"--img {self.imgsz}: should be at least 32 pixels, 640 is usual")
         if self.batch_size < 1 and self.batch_size != -1:
@@ -166,6 +177,7 @@ class TrainOptions(FromCli):
                 f"--freeze {' '.join(map(str, self.freeze))}: expected layer numbers from 0 on, or the word backbone; "
                 "--freeze 10 freezes the first ten layers"
             )
+        self._check_resume()
         self._check_cache()
         self._check_restarts()
 
@@ -184,6 +196,19 @@ class TrainOptions(FromCli):
             raise ValueError(f"--mosaic-cache {self.mosaic_cache}: --rect makes no mosaics; leave one of the two out")
         if self.stretch_last_cycle and self.cos_restarts is None:
             raise ValueError("--stretch-last-cycle belongs to --cos-restarts; add that")
+
+    def _check_resume(self) -> None:
+        """Refuse an empty path, as a script's unset variable leaves it, and a probe in the folder of a real run."""
+        if isinstance(self.resume, str) and not self.resume.strip():
+            raise ValueError(
+                "--resume '': the path is empty; give RUN/weights/last.pt, or --resume alone for the newest run below "
+                "this folder"
+            )
+        if self.resume and self.profile_loader:
+            raise ValueError(
+                "--profile-loader saves nothing and begins anew, --resume goes on in the folder of a run; leave one "
+                "of the two out"
+            )
 
     def _check_restarts(self) -> None:
         """Refuse cycles of no whole length, and a lowest learning rate that is none."""

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from utils.cli import option
+from utils.cli import option, own_option
 from utils.options.base import FromCli, slice_option, slice_overlap_option
 
 BOOLEAN = argparse.BooleanOptionalAction
@@ -22,7 +22,7 @@ class ValOptions(FromCli):
     weights: list = option(
         ["yolo.pt"], "weights: .pt, .torchscript, .onnx, .engine or an OpenVINO folder", nargs="+", type=str
     )
-    offline: bool = option(False, "never fetch published weights (also: environment variable YOLO_OFFLINE=1)")
+    offline: bool = own_option(False, "never fetch published weights (also: environment variable YOLO_OFFLINE=1)")
     batch_size: int = option(32, "images per step", "--batch")
     imgsz: int = option(640, "image side in pixels", "--img", "--img-size")
     conf_thres: float = option(0.001, "lowest confidence that counts", "--conf")
@@ -46,7 +46,7 @@ class ValOptions(FromCli):
     half: bool = option(False, "float16 inference on CUDA")
     dnn: bool = option(False, "run ONNX files with OpenCV's DNN module")
     min_items: int = option(0, "leave out images with fewer boxes")
-    rect: bool = option(
+    rect: bool = own_option(
         True, "pad batches to the smallest rectangle, as training does, where the file takes any shape", action=BOOLEAN
     )
 
