@@ -102,8 +102,7 @@ def main(argv: list[str] | None = None) -> None:
         other = measure_other(arguments, data, folder)
         print(other, flush=True)
         found = [other]
-        ours.data = data
-        found += train_e2e.measure_ways(ours, folder)
+        found += train_e2e.measure_ways(ours, data, folder)
     if ours.record:
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
         print(append_record(f"{device}: " + "; ".join(found), ours.epochs))
@@ -119,7 +118,7 @@ def measure_other(arguments: argparse.Namespace, data: str, folder: Path) -> str
         "cfg": shlex.quote(ours.cfg),
         "batch": ours.batch,
         "img": ours.img,
-        "workers": ours.workers,
+        "workers": ours.workers[0],
         "epochs": epochs,
         "project": shlex.quote(str(project)),
     }

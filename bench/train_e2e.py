@@ -1,17 +1,19 @@
 """Speed of whole training: from JPEG files to optimizer steps, with mosaic and mixup, without validation.
 
-    python -m bench.train_e2e --make 3200 --pictures ../datasets/coco --workers 8 --record
+    python -m bench.train_e2e --make 3200 --pictures ../datasets/coco --workers 4 8 --record
     python -m bench.train_e2e --data my.yaml --ways "--augment gpu" "--cache gpu" "--no-cuda-graphs --plain-kernels"
 
-Each way is a set of options of train_dual.py. The first epoch warms up (files into the page cache, cuDNN's trials, the
-recording of the step); the others are measured by the run's own monitor, whose clock is read when the device has
-finished. Between the epochs lie a validation of nothing and no checkpoint: `pause` is what an epoch costs beyond its
-batches. The step alone is measured beside it, in the same process, on the run's own model and its last batch.
+Each way is a set of options of train_dual.py, measured with each number of --workers. The first epoch warms up (files
+into the page cache, cuDNN's trials, the recording of the step); the others are measured by the run's own monitor, whose
+clock is read when the device has finished. Between the epochs lie no validation and no checkpoint: `pause` is what an
+epoch costs beyond its batches. The step alone is measured beside it, in the same process, on the run's own model and a
+batch of its data.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
 import shlex
 import statistics
@@ -28,7 +30,7 @@ from utils.data.listing import list_images
 from utils.data.prefetch import DevicePrefetcher
 from utils.data.spec import load_data_spec
 from utils.files import write_yaml
-from utils.log import LOGGER
+from utils.log import LOGGER, counted
 from utils.options import TrainOptions
 from utils.train.trainer import Trainer
 
@@ -46,7 +48,8 @@ class Figures:
     peak_gib: float
     pause_s: float
     step_alone: float  # images per second
-    start_s: float  # until the first step was done
+    start_s: float  # until all was set up, scan of the data included
+    workers: int  # loader processes that there were: at most one per core
 
     def __str__(self) -> str:
         rate = statistics.mean(self.images_per_s)
@@ -89,6 +92,7 @@ def measure(options: TrainOptions, epochs: int) -> Figures:
         statistics.mean(pauses),
         step_alone,
         start_s,
+        trainer.train_loader.num_workers,
     )
 
 
@@ -118,7 +122,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cfg", default="yolov9-s.yaml")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--img", type=int, default=640)
-    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--workers", type=int, nargs="+", default=[8], help="loader processes; one or more numbers")
     parser.add_argument("--epochs", type=int, default=2, help="measured ones")
     parser.add_argument("--ways", nargs="+", default=["--augment cpu", "--augment gpu", "--cache gpu"])
     parser.add_argument("--loud", action="store_true", help="show what training says")
@@ -138,19 +142,22 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def measure_ways(arguments: argparse.Namespace, data: str, folder: Path) -> list[str]:
-    """Measure every way on a data set, print and return a line for each; runs are written below ``folder``."""
+    """Measure every way with every number of workers on a data set, print and return a line for each.
+
+    Runs are written below ``folder``.
+    """
     if not torch.cuda.is_available():
         raise SystemExit("bench.train_e2e measures CUDA devices; none was found")
     if not arguments.loud:
         LOGGER.setLevel(logging.WARNING)
     found = []
-    for way in arguments.ways:
+    for way, workers in itertools.product(arguments.ways, arguments.workers):
         common = f"--data {data} --cfg {arguments.cfg} --batch {arguments.batch} --img {arguments.img} "
-        common += f"--workers {arguments.workers} --project {folder}/runs --noplots --noval --nosave --weights= "
+        common += f"--workers {workers} --project {folder}/runs --noplots --noval --nosave --weights= "
         common += "--hyp hyp.scratch-high.yaml --epochs 1000"
         options = TrainOptions.from_cli(shlex.split(common) + shlex.split(way))
         figures = measure(options, arguments.epochs)
-        found.append(f"`{way}`: {figures}")
+        found.append(f"`{way}`, {counted(figures.workers, 'worker')}: {figures}")
         print(found[-1], flush=True)
         torch.cuda.empty_cache()
     return found

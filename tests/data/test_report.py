@@ -136,16 +136,20 @@ def test_pictures_left_out_by_min_items_are_told(tmp_path: Path, messages: list[
     images = write_set(tmp_path, {f"{i}.png": (paint(), text) for i, text in enumerate([*rows, None])})
     data = LoadImagesAndLabels(images, 64, min_items=2, prefix="train: ")
     report = describe(data.report, NAMES, 64)
-    assert report["left_out_by_min_items"] == {"min_items": 2, "count": 3}
+    kinds = {"empty_label_file": 1, "no_label_file": 1}
+    assert report["left_out_by_min_items"] == {"min_items": 2, "count": 3, "background": kinds}
     assert (report["used"], report["objects"]) == (len(data), len(data.labels.values)) == (2, 5)
     assert report["background"] == {"empty_label_file": 0, "no_label_file": 0}
     assert [entry["objects"] for entry in report["classes"]] == [2, 2, 1, 0]
     assert sum(entry["pictures"] for entry in report["picture_sizes"]["most_frequent"]) == 2
     plain = describe(scan_dataset(images), NAMES, 64)
-    assert plain["left_out_by_min_items"] == {"min_items": 0, "count": 0}
+    assert plain["left_out_by_min_items"] == {"min_items": 0, "count": 0, "background": dict.fromkeys(kinds, 0)}
+    assert plain["background"] == kinds
     write_data_report({"train": data.report, "val": scan_dataset(images)}, NAMES, 64, tmp_path / "run")
     table = next(message for message in messages if message.startswith("Data"))
-    assert re.search(r"--min-items 2 leaves out +3 +0\n", table)
+    left_out = ("--min-items 2 leaves out +3", "  background, empty label file +1", "  background, no label file +1")
+    assert re.search("".join(rf"{row} +0\n" for row in left_out), table)
+    assert re.search(r"pictures used +2 +5\n  background, empty label file +0 +1\n", table)
     assert "min-items" not in "\n".join(table_lines({"train": plain}, 64))
 
 

@@ -18,7 +18,7 @@ from utils.data import file_scan, filesystem, scan_cache
 from utils.data import scan as scan_module
 from utils.data.dataset import LoadImagesAndLabels
 from utils.data.filesystem import Mount, mount_of, network_mount, parse_mounts
-from utils.data.scan import check_classes, printable, require_objects, scan_dataset
+from utils.data.scan import check_classes, printable, require_objects, scan_dataset, with_min_items
 from utils.data.scan_cache import FORMAT_VERSION, UNREACHABLE, Stamp
 from utils.data.spec import load_data_spec
 
@@ -298,6 +298,20 @@ def test_many_backgrounds_are_questioned(tmp_path: Path, messages: list[str]) ->
     (line,) = [message for message in messages if "is that meant?" in message]
     assert "4 of 10 pictures hold no object: 2 empty label files, 2 without" in line
     assert str(tmp_path / "labels" / "train" / "8.txt") in line
+
+
+def test_min_items_says_how_many_backgrounds_are_left_out(tmp_path: Path, messages: list[str]) -> None:
+    counts = [0, 0, None, 1, 2, 3]  # objects of each picture; None = no label file
+    files = {f"{i}.jpg": (paint(), None if n is None else label_text(BOXES[:n])) for i, n in enumerate(counts)}
+    result = scan_dataset(write_set(tmp_path, files))
+    for least, words in (
+        (1, "--min-items 1: 3 of 6 pictures kept, 3 left out, 3 of them background"),
+        (2, "--min-items 2: 2 of 6 pictures kept, 4 left out, 3 of them background"),
+    ):
+        assert len(with_min_items(result, least, "train: ")) == 4 - least
+        assert messages[-1] == f"train: {words}"
+    with pytest.raises(ValueError, match="--min-items 4 leaves no picture; the fullest one holds 3 objects"):
+        with_min_items(result, 4)
 
 
 def test_printed_problems_are_limited_and_complete_in_the_result(tmp_path: Path, messages: list[str]) -> None:

@@ -27,6 +27,10 @@ SMALL_SIDE, MEDIUM_SIDE = 32, 96  # pixels at the training size; COCO's limits o
 LOST_SIDE = 3.0  # pixels; an object thinner than this at the training size can hardly be learnt
 SHOWN_CLASSES = 20  # classes in the table of the terminal; the JSON holds all
 SHOWN_KINDS = 6  # kinds of problems in that table
+BACKGROUNDS = {  # title in that table -> key of the JSON
+    "  background, empty label file": "empty_label_file",
+    "  background, no label file": "no_label_file",
+}
 OTHER = "other"  # kind of what has none, and of all that are not among those
 SHEET_CELLS, SHEET_CELL_SIDE, CAPTION_HEIGHT = 16, 320, 18
 LINE_TYPE = cv2.LINE_AA
@@ -94,17 +98,23 @@ def describe(scan: ScanResult, names: Mapping[int, str], imgsz: int, *, single_c
     is told of all.
     """
     counts, notes, part = scan.counts, scan.notes, scan.taking_part()
-    empty, missing = (0, 0) if notes.min_items > 0 else (counts.empty, counts.missing)
+    background = {"empty_label_file": counts.empty, "no_label_file": counts.missing}
+    none = dict.fromkeys(background, 0)
+    takes_background = notes.min_items <= 0
     refused = [problem for problem in scan.problems if problem.is_refused_row]
     left_out = [problem for problem in scan.problems if problem.is_left_out]
     others = [problem for problem in scan.problems if not (problem.is_refused_row or problem.is_left_out)]
     return {
         "used": len(part),
         "objects": len(part.labels.values),
-        "background": {"empty_label_file": empty, "no_label_file": missing},
+        "background": background if takes_background else none,
         "first_missing_label": printable(notes.first_missing),
         "left_out": {"count": counts.left_out, "by_reason": _by_kind(left_out), "files": _entries(left_out)},
-        "left_out_by_min_items": {"min_items": notes.min_items, "count": len(scan) - len(part)},
+        "left_out_by_min_items": {
+            "min_items": notes.min_items,
+            "count": len(scan) - len(part),
+            "background": none if takes_background else background,
+        },
         "rows_refused": {"count": counts.rows_refused, "by_reason": _by_kind(refused), "rows": _entries(refused)},
         "rows_clipped": {"count": counts.rows_clipped, "files": _rows_per_file(scan, 1)},
         "duplicate_rows": {"count": counts.duplicates, "files": _rows_per_file(scan, 2)},
@@ -203,11 +213,13 @@ def table_lines(reports: Mapping[str, Mapping], imgsz: int) -> list[str]:
             rows.append((title, [f"{value:,}" for value in values]))
 
     add("pictures used", [r["used"] for r in columns], always=True)
-    add("  background, empty label file", [r["background"]["empty_label_file"] for r in columns])
-    add("  background, no label file", [r["background"]["no_label_file"] for r in columns])
+    for title, key in BACKGROUNDS.items():
+        add(title, [r["background"][key] for r in columns])
     _add_problems(rows, columns, "pictures left out", "left_out")
     least = max(r["left_out_by_min_items"]["min_items"] for r in columns)
     add(f"--min-items {least} leaves out", [r["left_out_by_min_items"]["count"] for r in columns])
+    for title, key in BACKGROUNDS.items():
+        add(title, [r["left_out_by_min_items"]["background"][key] for r in columns])
     add("objects", [r["objects"] for r in columns], always=True)
     _add_problems(rows, columns, "rows refused", "rows_refused")
     add("rows clipped at the border", [r["rows_clipped"]["count"] for r in columns])

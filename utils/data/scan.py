@@ -166,7 +166,10 @@ def with_min_items(result: ScanResult, min_items: int, prefix: str = "") -> Scan
         return result
     result.notes.min_items = min_items
     kept = result.taking_part()
-    LOGGER.info(f"{prefix}--min-items {min_items}: {len(kept)} of {len(result)} pictures kept")
+    LOGGER.info(
+        f"{prefix}--min-items {min_items}: {len(kept)} of {len(result)} pictures kept, "
+        f"{len(result) - len(kept)} left out, {result.counts.background} of them background"
+    )
     if not len(kept):
         most = int(result.labels.lengths().max())
         raise ValueError(f"{prefix}--min-items {min_items} leaves no picture; the fullest one holds {most} objects")

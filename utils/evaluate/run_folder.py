@@ -233,6 +233,7 @@ def summarise_data(report: Mapping[str, Any]) -> dict[str, Any]:
             "pictures": entry.get("used"),
             "objects": entry.get("objects"),
             "background": sum((entry.get("background") or {}).values()),
+            "left out by --min-items": (entry.get("left_out_by_min_items") or {}).get("count") or None,
             "left out": (entry.get("left_out") or {}).get("count"),
             "rows refused": (entry.get("rows_refused") or {}).get("count"),
             "rows clipped": (entry.get("rows_clipped") or {}).get("count"),

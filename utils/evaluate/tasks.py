@@ -98,7 +98,7 @@ def _validate(options: ValOptions, weights: str, recorder: WarningRecorder) -> V
             write_report(save_dir)
     prepared, inferred, suppressed = result.speed_ms
     times = f"{prepared:.1f}ms pre-process, {inferred:.1f}ms inference, {suppressed:.1f}ms NMS"
-    LOGGER.info(f"Speed: {times} per image at shape {(batch_size, 3, imgsz, imgsz)}\nResults saved to {save_dir}")
+    LOGGER.info(f"Speed: {times} per image at shape {(min(batch_size, len(dataset)), 3, imgsz, imgsz)}\nResults saved to {save_dir}")
     return result
 
 
