@@ -98,7 +98,8 @@ def _validate(options: ValOptions, weights: str, recorder: WarningRecorder) -> V
             write_report(save_dir)
     prepared, inferred, suppressed = result.speed_ms
     times = f"{prepared:.1f}ms pre-process, {inferred:.1f}ms inference, {suppressed:.1f}ms NMS"
-    LOGGER.info(f"Speed: {times} per image at shape {(min(batch_size, len(dataset)), 3, imgsz, imgsz)}\nResults saved to {save_dir}")
+    shape = (min(batch_size, len(dataset)), 3, imgsz, imgsz)
+    LOGGER.info(f"Speed: {times} per image at shape {shape}\nResults saved to {save_dir}")
     return result
 
 
