@@ -19,13 +19,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     from utils.train.trainer import Trainer
 
     if threading.current_thread() is threading.main_thread():
-        # ended by the system like by Ctrl+C: the run says how to go on
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        end_like_interrupt()
     if options.profile_loader:
         profile_training(options)
     else:
         Trainer(options).fit()
     return 0
+
+
+def end_like_interrupt() -> None:
+    """Let the system's request to end and a closed terminal do what Ctrl+C does: the run says how to go on.
+
+    A signal that was meant to be ignored (``nohup``) still is.
+    """
+    for name in ("SIGTERM", "SIGHUP"):  # the latter is missing on Windows
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, signal.default_int_handler)
 
 
 def run(**keywords: Any):  # noqa: ANN201 - ValResult, whose module loads torch

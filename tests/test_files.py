@@ -184,3 +184,16 @@ def test_a_yaml_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         read_yaml(tmp_path / "none.yaml")
     with pytest.raises(IsADirectoryError, match="a YAML file, could not be read: Is a directory"):
         read_yaml(tmp_path)
+
+
+def test_a_folder_in_place_of_a_file_is_no_lack_of_room(tmp_path: Path) -> None:
+    (tmp_path / "last.pt").mkdir()
+    with pytest.raises(OSError, match=r"last\.pt could not be written: Is a directory.*Look at what stands there"):
+        write_text_atomic(tmp_path / "last.pt", "new")
+    assert [item.name for item in tmp_path.iterdir()] == ["last.pt"]
+
+
+def test_a_folder_that_is_gone_is_told_without_its_room(tmp_path: Path) -> None:
+    path = tmp_path / "gone" / "table.csv"
+    with pytest.raises(OSError, match=r"table\.csv could not be written: No such file or directory; "):
+        append_line(path, "row")

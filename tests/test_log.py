@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from utils.log import LOGGER
+from utils.log import LOGGER, progress
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252", "utf-8"])
@@ -25,3 +25,22 @@ def test_no_line_is_lost_for_a_sign_that_cannot_be_shown(
     shown = written.getvalue().decode(encoding)
     assert "found " in shown and shown.endswith(", 2 red\n")
     assert name.encode(encoding, "backslashreplace").decode(encoding) in shown
+
+
+def test_a_bar_whose_reader_has_gone_does_not_end_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stderr", Gone())
+    assert list(progress(range(3), mininterval=0)) == [0, 1, 2]
+
+
+def test_a_line_clears_the_bar_on_the_same_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    for _ in progress(range(2), mininterval=0):
+        LOGGER.info("a line")
+    lines = terminal.getvalue().replace("\x1b[A", "").replace("\r", "\n").split("\n")
+    assert lines.count("a line") == 2  # none of them behind the rest of a bar

@@ -26,6 +26,7 @@ except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no room on the disk, in the quota, for a file of that size
+NOT_ROOM = (errno.EISDIR, errno.ENOTDIR, errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST)
 REPO_ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -73,7 +74,8 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
         finally:
             temporary.unlink(missing_ok=True)
     except OSError as error:
-        if error.errno in FULL or (error.errno is not None and error.filename is None):
+        is_ours = error.filename is None or Path(str(error.filename)) == temporary
+        if error.errno in FULL or (error.errno is not None and is_ours):
             raise write_error(path, error) from error
         raise
 
@@ -88,12 +90,16 @@ def write_error(path: Path, cause: Exception) -> OSError:
     while linked is not None:
         traceback.clear_frames(linked.__traceback__)
         linked = linked.__context__
-    free = shutil.disk_usage(path.parent).free
     code = getattr(cause, "errno", None)
     reason = f": {os.strerror(code)}" if code is not None else ""
+    try:
+        room = f" ({shutil.disk_usage(path.parent).free / 1e6:.0f} MB are free there)"
+    except OSError:  # the folder is gone
+        room = ""
+    step = "Look at what stands there" if code in NOT_ROOM else "Make room"
     told = OSError(
-        f"{path} could not be written{reason} ({free / 1e6:.0f} MB are free there); the file of that name, if any, is "
-        "unchanged. Make room, or choose another disk (of a new run with --project)"
+        f"{path} could not be written{reason}{room}; the file of that name, if any, is unchanged. "
+        f"{step}, or choose another disk (of a new run with --project)"
     )
     told.errno = code
     return told
@@ -131,7 +137,7 @@ def lock_folder(folder: Path) -> TextIO | None:
     except BlockingIOError as error:
         handle.close()
         raise ValueError(
-            f"{folder} is being written by another process; wait for it or choose another --name"
+            f"{folder} is being written by another process; wait for it, or begin a run with another --name"
         ) from error
     except OSError:  # network file systems may not know locks
         handle.close()

@@ -66,6 +66,30 @@ def _make_logger() -> logging.Logger:
 LOGGER = _make_logger()
 
 
+class _PassedOver:
+    """A stream whose failures to write (a closed terminal, ``2>&1 | head``) are passed over: the work goes on."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self.stream.write(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self.stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def __eq__(self, other: object) -> bool:  # so that tqdm knows the terminal and clears the bar below a line
+        return self.stream == getattr(other, "stream", other)
+
+    def __hash__(self) -> int:
+        return hash(self.stream)
+
+
 def progress(
     iterable: Iterable[Any] | None = None, *, total: int | None = None, desc: str = "", unit: str = "it", **kwargs: Any
 ) -> tqdm:
@@ -76,6 +100,7 @@ def progress(
     kwargs.setdefault("disable", sys.stderr is None or sys.stderr.closed)
     is_terminal = not kwargs["disable"] and sys.stderr.isatty()
     kwargs.setdefault("mininterval", 0.2 if is_terminal else 10.0)
+    kwargs.setdefault("file", None if kwargs["disable"] else _PassedOver(sys.stderr))
     kwargs.setdefault("bar_format", BAR_FORMAT)
     kwargs.setdefault("dynamic_ncols", True)
     return tqdm(iterable, total=total, desc=desc, unit=unit, **kwargs)

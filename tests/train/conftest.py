@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,17 @@ import pytest
 
 from tests.reference.tiny import TINY_DUAL
 from utils.files import write_yaml
+from utils.log import LOGGER
 from utils.options import TrainOptions
 from utils.train.trainer import Trainer
+
+
+@pytest.fixture(autouse=True)
+def same_log_level() -> Iterator[None]:
+    """Benchmarks quieten the log for their process; a test that runs one must not do so for those after it."""
+    level = LOGGER.level
+    yield
+    LOGGER.setLevel(level)
 
 
 @pytest.fixture

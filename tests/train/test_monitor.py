@@ -362,3 +362,42 @@ def test_nothing_waits_for_the_card_between_flushes(tmp_path: Path) -> None:
     row = monitor.flush()
     assert row["train/box_loss"] == 1.0 and row["train/grad_norm"] == 5.0
     assert row["gpu/allocated_gb"] > 0
+
+
+@pytest.mark.parametrize("is_folder_gone", [False, True])
+def test_tables_that_somebody_has_deleted_are_made_anew_with_their_head(tmp_path: Path, is_folder_gone: bool) -> None:
+    folder = tmp_path / "run"
+    results, monitor = ResultsTable(folder / "results.csv"), MonitorTable(folder / "monitor.csv")
+    results.append({"epoch": 0, "train/box_loss": 1.5})
+    monitor.append({"step": 10})
+    for table in (results, monitor):
+        table.path.unlink()
+    if is_folder_gone:
+        folder.rmdir()
+    results.append({"epoch": 1, "train/box_loss": 2.5})
+    monitor.append({"step": 20})
+    columns = read_results(results.path)
+    assert columns["epoch"] == [0, 1] and columns["train/box_loss"] == [1.5, 2.5]
+    assert read_results(monitor.path)["step"] == [20]
+
+
+@pytest.mark.parametrize("cut", ["1", "1,0.5", "2"])
+def test_a_number_that_was_cut_is_not_taken_for_an_earlier_row(tmp_path: Path, cut: str) -> None:
+    path = tmp_path / "results.csv"
+    table = ResultsTable(path)
+    for epoch in range(12):
+        table.append({"epoch": epoch})
+    with open(path, "a", encoding="utf-8") as handle:
+        handle.write(cut)  # of 12 or 20
+    ResultsTable(path, resume_epoch=12)
+    assert read_results(path)["epoch"] == list(range(12))
+
+
+@pytest.mark.parametrize("table", [ResultsTable, MonitorTable])
+def test_a_table_that_cannot_be_read_on_resuming_says_what_to_do(
+    tmp_path: Path, table: type[ResultsTable] | type[MonitorTable]
+) -> None:
+    path = tmp_path / "table.csv"
+    path.mkdir()
+    with pytest.raises(OSError, match=r"table\.csv cannot be read .*; move it away, then resume again"):
+        table(path, 3)

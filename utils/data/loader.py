@@ -141,6 +141,9 @@ class EpochLoader:
     def close(self) -> None:
         """End the worker processes, by force where they do not; the loader cannot be used afterwards."""
         with self._watch.ending():
+            end_workers = getattr(self._parcels, "_shutdown_workers", None)
+            if end_workers is not None:  # dropping it is not enough where an interruption's traceback holds it
+                end_workers()
             self._parcels = self.composer = None
             self._loader = None
 

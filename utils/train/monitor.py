@@ -225,7 +225,8 @@ class MonitorTable:
         self.path = path
         self.is_writable = True
         kept = rows_up_to(path, resume_step) if resume_step and path.exists() else []
-        write_text_atomic(path, "\n".join([",".join(MONITOR_COLUMNS), *kept]) + "\n")
+        self.head = ",".join(MONITOR_COLUMNS)
+        write_text_atomic(path, "\n".join([self.head, *kept]) + "\n")
 
     def append(self, values: Mapping[str, float]) -> None:
         """Add a row. Where that fails, a warning says so and the table ends; training has no need of it."""
@@ -233,6 +234,7 @@ class MonitorTable:
             return
         cells = (values.get(name, math.nan) for name in MONITOR_COLUMNS)
         try:
+            restore_table(self.path, [self.head])
             append_line(self.path, ",".join("" if math.isnan(cell) else f"{cell:.6g}" for cell in cells))
         except OSError as error:
             self.is_writable = False
@@ -249,20 +251,40 @@ class ResultsTable:
         self.path = path
         self.columns = (*RESULT_COLUMNS, *EXTRA_COLUMNS, *SIZE_COLUMNS)
         rows = rows_up_to(path, resume_epoch - 1) if resume_epoch and path.exists() else []
-        write_text_atomic(path, "\n".join([",".join(f"{name:>20s}" for name in self.columns), *rows]) + "\n")
+        self.lines = [",".join(f"{name:>20s}" for name in self.columns), *rows]
+        write_text_atomic(path, "\n".join(self.lines) + "\n")
 
     def append(self, values: Mapping[str, float]) -> None:
         """Add a row; columns without a value hold 0, figures that are not known ``nan``."""
-        append_line(self.path, ",".join(f"{values.get(name, 0.0):>20.5g}" for name in self.columns))
+        row = ",".join(f"{values.get(name, 0.0):>20.5g}" for name in self.columns)
+        restore_table(self.path, self.lines)
+        append_line(self.path, row)
+        self.lines.append(row)
+
+
+def restore_table(path: Path, lines: Sequence[str]) -> None:
+    """Write a table anew where somebody has deleted it or its folder: rows without a head mean nothing."""
+    if not path.exists():
+        LOGGER.warning(f"{path} is gone, deleted by another program; it is made anew")
+        write_text_atomic(path, "\n".join(lines) + "\n")
 
 
 def rows_up_to(path: Path, last: float) -> list[str]:
-    """Read the rows below the head of a table whose first cell is at most ``last``; lines without a number are left."""
-    kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines()[1:]:
-        with suppress(ValueError):  # a line that was cut when the machine lost power
-            if float(line.split(",")[0]) <= last:
+    """Read the rows below the head of a table whose first cell rises, up to ``last``; other lines are left out.
+
+    Raises:
+        OSError: it cannot be read; the message says what to do.
+    """
+    kept, highest = [], -math.inf
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[1:]
+    except OSError as error:
+        raise type(error)(f"{path} cannot be read ({error.strerror}); move it away, then resume again") from error
+    for line in lines:
+        with suppress(ValueError):  # a line that was cut when the machine lost power, perhaps within its first number
+            if highest < (first := float(line.split(",")[0])) <= last:
                 kept.append(line)
+                highest = first
     return kept
 
 

@@ -1,4 +1,4 @@
-"""Learning rate, momentum, accumulation and label smoothing as pure functions of the step and the epoch.
+"""Learning rate, momentum, accumulation, label smoothing and picture size as pure functions of the step and the epoch.
 
 Differs from upstream in one point: epoch ``e`` runs with the factor of epoch ``e``, not with that of the epoch before.
 """
@@ -6,7 +6,10 @@ Differs from upstream in one point: epoch ``e`` runs with the factor of epoch ``
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 NOMINAL_BATCH = 64  # images per optimizer step that weight decay and learning rate are meant for
 MIN_WARMUP_STEPS = 100
@@ -221,3 +224,11 @@ def describe_mosaic(epochs: int, close_mosaic: int, open_mosaic: int, probabilit
     if not active:
         return "Mosaic: off in all epochs (--close-mosaic and --open-mosaic cover the whole run)"
     return f"Mosaic: on in epochs {active[0]} to {active[-1]} of 0 to {epochs - 1}"
+
+
+def random_size(generator: np.random.Generator, shape: Sequence[int], imgsz: int, stride: int) -> tuple[int, int]:
+    """Draw a longer side from 0.5 to 1.5 times ``imgsz``; return ``shape`` (H, W) scaled to it, in whole strides."""
+    side = int(generator.integers(imgsz // 2, imgsz * 3 // 2 + stride)) // stride * stride
+    factor = max(side, stride) / max(shape)
+    height, width = (math.ceil(length * factor / stride) * stride for length in shape)
+    return height, width

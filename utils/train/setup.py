@@ -289,11 +289,12 @@ def freeze_model(model: DetectionModel, freeze: list[int | str]) -> list[nn.Modu
         return []
     if len(numbers) == count:
         raise ValueError(f"{typed}: all layers would be frozen (this model has {count}), nothing could be learnt")
+    left = [layer for number, layer in enumerate(model.model) if number not in numbers]
+    if not any(True for layer in left for _ in layer.parameters()):
+        raise ValueError(f"{typed}: the layers left have no weights, nothing could be learnt; freeze fewer layers")
     layers = [model.model[number] for number in numbers]
     for layer in layers:
         layer.requires_grad_(False)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError(f"{typed}: the layers left have no weights, nothing could be learnt; freeze fewer layers")
     tensors = sum(1 for layer in layers for _ in layer.parameters())
     LOGGER.info(f"Freeze: layers {', '.join(map(str, numbers))} stand still ({tensors} tensors, batch norm included)")
     return layers
@@ -357,8 +358,19 @@ def amp_dtype(device: torch.device, options: TrainOptions) -> torch.dtype | None
     return torch.bfloat16 if options.amp_dtype == "bf16" else torch.float16
 
 
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Tell whether torch found no memory, on the GPU or (which has no type of its own) in main memory."""
+    return isinstance(error, torch.cuda.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
 def memory_advice(device: torch.device, batch_size: int, imgsz: int) -> str:
-    """Return what to say when the GPU's memory is full: figures, and what to change."""
+    """Return what to say when the device's memory is full: figures, and what to change."""
+    if device.type != "cuda":
+        return (
+            f"main memory is full: batch {batch_size} at {imgsz} px. Try --batch {max(batch_size // 2, 1)} (gradients "
+            f"are summed over {NOMINAL_BATCH} images anyway), --grad-checkpoint, a smaller --img, fewer --workers, or "
+            "leave --cache out"
+        )
     free, total = torch.cuda.mem_get_info(device)
     return (
         f"the GPU's memory is full: batch {batch_size} at {imgsz} px, "

@@ -27,8 +27,13 @@ class EarlyStopping:
 
     def state_dict(self) -> dict[str, float | int]:
         """Return what a resumed run needs."""
-        return {"best_fitness": self.best_fitness, "best_epoch": self.best_epoch}
+        return {
+            "best_fitness": self.best_fitness,
+            "best_epoch": self.best_epoch,
+            "possible_stop": self.possible_stop,
+        }
 
     def load_state_dict(self, state: dict[str, float | int]) -> None:
         """Go on from :meth:`state_dict`."""
         self.best_fitness, self.best_epoch = float(state["best_fitness"]), int(state["best_epoch"])
+        self.possible_stop = bool(state.get("possible_stop", False))  # absent from older files

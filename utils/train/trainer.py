@@ -35,13 +35,14 @@ from utils.train.gpu_sampler import GpuSampler
 from utils.train.loaders import make_loaders
 from utils.train.monitor import Monitor, MonitorSetup, ResultsTable, TensorBoardWriter, has_room, progress_header
 from utils.train.optim import apply_plan, smart_optimizer
-from utils.train.saving import CheckpointWriter
-from utils.train.schedule import NOMINAL_BATCH, describe_mosaic, has_mosaic, smoothing_at
+from utils.train.saving import CheckpointWriter, break_off, remove_leftovers, say_what_is_left
+from utils.train.schedule import NOMINAL_BATCH, describe_mosaic, has_mosaic, random_size, smoothing_at
 from utils.train.setup import (
     amp_dtype,
     build_training_model,
     check_demands,
     freeze_model,
+    is_out_of_memory,
     keep_batch_norm_still,
     load_data,
     make_loss,
@@ -108,6 +109,9 @@ class Trainer:
         if self.batch_size == -1:
             self.model.train()
             self.batch_size = find_batch_size(self.model, self.loss_fn, self.imgsz, self.device, self.amp_dtype)
+            if options.quad:
+                self.batch_size = max(self.batch_size // QUAD, 1) * QUAD
+        self.asked_batch_size = self.batch_size
         (self.train_loader, self.train_set), (self.val_loader, self.val_set) = make_loaders(
             options,
             self.hyp,
@@ -166,18 +170,17 @@ class Trainer:
         self.weights_dir.mkdir(parents=True, exist_ok=True)
         self.last, self.best = self.weights_dir / "last.pt", self.weights_dir / "best.pt"
         self.writer = CheckpointWriter()
+        self.lock = lock_folder(self.save_dir)  # before anything there is touched
+        remove_leftovers(self.save_dir)
         self.has_best = resume is not None and self.best.exists()  # what an older run left here is replaced
         if self.has_best and self.is_other_data:
             set_best_aside(self.best)
             self.has_best = False
-        self.lock = lock_folder(self.save_dir)
-        for leftover in self.weights_dir.glob(".*.tmp"):  # of a process that was killed while it wrote
-            leftover.unlink()
         write_yaml(self.save_dir / "hyp.yaml", self.hyp.to_dict())
         self.recorded_options = {
             **self.options.to_dict(),
             "data": str(self.spec.yaml_file),  # so that --resume works from any folder
-            "batch_size": self.batch_size,
+            "batch_size": self.asked_batch_size,  # a multiple of four with --quad, unlike the size of a set
             "save_dir": str(self.save_dir),
         }
         write_yaml(self.save_dir / "opt.yaml", {**self.recorded_options, "hyp": self.hyp.to_dict()})
@@ -234,19 +237,26 @@ class Trainer:
                 if is_done:
                     break
             self.writer.wait()
-        except torch.cuda.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             raise MemoryError(memory_advice(self.device, self.batch_size, self.imgsz)) from error
-        except KeyboardInterrupt:
-            self._say_how_to_go_on()
+        except (KeyboardInterrupt, OSError) as error:
+            break_off(self, is_wanted=isinstance(error, KeyboardInterrupt))
             raise
         finally:
             self.skipped.warnings.summarise()
             self.monitor.close()
             self.train_loader.close()
             self.writer.close()
+            self.board.close()
         hours = (time.perf_counter() - started) / 3600
         LOGGER.info(f"\n{counted(self.epoch - self.start_epoch + 1, 'epoch')} completed in {hours:.3f} hours")
-        return self.finish() or result
+        try:
+            return self.finish() or result
+        except (KeyboardInterrupt, OSError):
+            say_what_is_left(self)
+            raise
 
     def begin_epoch(self, epoch: int) -> None:
         """Set everything that depends on the epoch: mosaic, data order, training mode."""
@@ -277,6 +287,7 @@ class Trainer:
             if self.monitor.is_due or number == len(self.train_loader) - 1:
                 self.monitor.flush()
                 self._read_skipped()
+                self.writer.check()
                 text = self.monitor.progress(self.options.epochs, len(targets), side)
                 bar.set_description_str(text, refresh=False)  # drawn with the bar, rarely in a log file
         self.flush_gradients()
@@ -300,14 +311,15 @@ class Trainer:
         """
         plan = self.schedule.at(self.step_index, self.epoch)
         apply_plan(self.optimizer, plan)
-        size = self._random_size(images.shape[-2:]) if self.options.multi_scale else None
+        shape, is_varied = images.shape[-2:], self.options.multi_scale
+        size = random_size(self.size_generator, shape, self.imgsz, self.stride) if is_varied else None
         items = self.batch_pass(images, targets, size=size, smoothing=self.smoothing)
         self.monitor.add_batch(items, images=len(images), wait_s=wait_s)
         self.pending.append(paths)
         self.step_index += 1
         if len(self.pending) >= plan.accumulate:
             self.flush_gradients()
-        return max(size or images.shape[-2:])
+        return max(size or shape)
 
     def flush_gradients(self) -> None:
         """Make an optimizer step from what has been accumulated, if anything; none from gradients not finite."""
@@ -393,7 +405,6 @@ class Trainer:
 
             plot_results(self.save_dir / "results.csv")
             plot_run(self.save_dir)
-        self.board.close()
         write_report(self.save_dir)
         self.warning_recorder.close()
         LOGGER.info(f"Results saved to {self.save_dir}")
@@ -414,24 +425,12 @@ class Trainer:
         return image_weights(self.train_set.labels, self.spec.nc, need / self.spec.nc)
 
     def _kept(self) -> str:
-        return f"The last good checkpoint is {self.last}" if self.last.exists() else "Nothing was saved yet"
+        return f"The last good checkpoint is {self.last}" if self.has_last else "Nothing was saved yet"
 
-    def _say_how_to_go_on(self) -> None:
-        self.writer.close()
-        if self.last.exists():
-            if self.has_best and self.best.exists():
-                strip_optimizer(self.best)
-            LOGGER.info(f"\nInterrupted. To go on: python train_dual.py --resume {self.last}")
-        else:
-            LOGGER.info(f"\nInterrupted before the first checkpoint: nothing was saved, {self.save_dir} may be deleted")
-
-    def _random_size(self, shape: torch.Size) -> tuple[int, int]:
-        """Draw a longer side from 0.5 to 1.5 times the image size and scale ``shape`` (H, W) to it."""
-        low, high = self.imgsz // 2, self.imgsz * 3 // 2 + self.stride
-        side = int(self.size_generator.integers(low, high)) // self.stride * self.stride
-        factor = max(side, self.stride) / max(shape)
-        height, width = (math.ceil(length * factor / self.stride) * self.stride for length in shape)
-        return height, width
+    @property
+    def has_last(self) -> bool:
+        """Whether last.pt is of this run; in a reused folder it may be of an older one."""
+        return (self.start_epoch > 0 or self.last in self.writer.written) and self.last.is_file()
 
     def _plot_batch(self, number: int, images: Tensor, targets: Tensor, paths: tuple[str, ...]) -> None:
         from utils.evaluate.plots import plot_images
