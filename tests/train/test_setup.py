@@ -177,3 +177,24 @@ def test_the_schedule_in_force_is_told_where_several_are_asked_for(lines: list[s
     assert [line for line in lines if "ignored" in line] == [
         "WARNING: --cos-lr is used, --flat-cos-lr and --fixed-lr ignored: one schedule at a time"
     ]
+
+
+@pytest.mark.parametrize(
+    ("batches", "options", "is_told"),
+    [
+        (2, {"epochs": 99}, True),  # twenty pictures: 99 steps, half of the batches warm-up
+        (30, {"epochs": 20}, True),  # 160 steps
+        (30, {"epochs": 20, "weights": "start.pt"}, False),
+        (20, {"epochs": 24, "accumulate": 1}, False),
+        (5, {"epochs": 30, "weights": "start.pt"}, True),  # 100 of 150 batches are warm-up
+        (100, {"epochs": 100}, False),
+    ],
+)
+def test_a_run_too_short_to_learn_anything_is_told(
+    lines: list[str], batches: int, options: dict[str, object], is_told: bool
+) -> None:
+    make_schedule(TrainOptions(**options), Hyp(), 16, batches)
+    told = [line for line in lines if "optimizer steps; a new model needs" in line]
+    assert len(told) == is_told
+    if batches == 2:
+        assert "198 batches, 100 of them warm-up, and makes about 99 optimizer steps" in told[0]

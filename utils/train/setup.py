@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import fields, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from utils.train.loss import ComputeLoss
 from utils.train.loss_check import kernel_obstacle
 from utils.train.schedule import NOMINAL_BATCH, Restarts, Schedule, accumulation, describe_restarts, warmup_steps
 
+FEW_UPDATES = 300  # optimizer steps in which a network does not get far from random weights
 MAX_NAME = 255  # bytes that usual file systems allow for a name
 SHOWN_NAMES = 5  # of the classes that are called otherwise in the starting weights
 # Of the tensors of a file or a model that should find their place; batch counters fit anywhere and make up a fifth.
@@ -335,9 +337,12 @@ def make_schedule(options: TrainOptions, hyp: Hyp, batch_size: int, batches_per_
             f"--accumulate {options.accumulate}: an epoch has only {batches_per_epoch} batches and ends with an "
             f"optimizer step. --accumulate {batches_per_epoch} makes the same steps, with a weight decay that fits them"
         )
-    if steps > options.epochs * batches_per_epoch / 2:
+    batches, updates = options.epochs * batches_per_epoch, options.epochs * math.ceil(batches_per_epoch / accumulate)
+    if steps > batches / 2 or (updates < FEW_UPDATES and not options.weights):
         LOGGER.warning(
-            f"warm-up takes {steps} of the run's {options.epochs * batches_per_epoch} batches; more epochs would help"
+            f"the run has {batches} batches, {min(steps, batches)} of them warm-up, and makes about {updates} "
+            f"optimizer steps; a new model needs at least {FEW_UPDATES}. More --epochs, --accumulate 1 or pretrained "
+            "--weights help"
         )
     if warning := describe_restarts(schedule):
         LOGGER.warning(warning)
