@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,18 @@ import pytest
 from scripts.make_shapes import make_shapes
 
 REPO_ROOT = Path(__file__).resolve().parents[1]
+
+
+def pytest_configure() -> None:
+    """Let signals mean what they mean in a terminal.
+
+    A background job ignores Ctrl+C, one under ``nohup`` the end of the terminal, and so would all that tests start.
+    """
+    usual = {"SIGINT": signal.default_int_handler, "SIGTERM": signal.SIG_DFL, "SIGHUP": signal.SIG_DFL}
+    for name, handler in usual.items():
+        number = getattr(signal, name, None)  # SIGHUP is missing on Windows
+        if number is not None and signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
