@@ -66,7 +66,7 @@ def test_one_signal_ends_a_run_whose_workers_are_stopped(wanted: signal.Signals,
                 os.kill(pid, signal.SIGSTOP)
             time.sleep(0.3)
             os.kill(run.pid, wanted)
-            output, _ = run.communicate(timeout=25)
+            output, _ = run.communicate(timeout=100)
             assert run.returncode == 130
             assert "interrupted" in output
             assert "Traceback" not in output
