@@ -5,6 +5,7 @@ from __future__ import annotations
 HEAD_BYTES = 512
 """How much of a file's beginning is looked at."""
 
+RUN_IT = "run it with detect_dual.py or val_dual.py under a name with"
 WEB_PAGES = (b"<!doctype", b"<html", b"<?xml", b"<head")
 
 KNOWN_STARTS: tuple[tuple[bytes, str], ...] = (
@@ -36,11 +37,11 @@ def describe_foreign_file(head: bytes, suffix: str = "") -> str:
         if head.startswith(start):
             return clause
     if suffix == ".onnx" or (head[:1] == b"\x08" and head[2:3] in (b"\x12", b"\x1a", b"\x3a")):
-        return "is an ONNX graph; give it the suffix .onnx to run it, and use a .pt file for training and export"
+        return f"is an ONNX graph; {RUN_IT} .onnx, and use a .pt file for training and export"
     if head[8:9] == b"{" and b'"dtype"' in head:
         return "is a safetensors file, which is not supported; save it with torch.save"
     if head[4:5] == b"{" and b'"stride"' in head:
-        return "is a TensorRT engine; give it the suffix .engine to run it, and use a .pt file for training and export"
+        return f"is a TensorRT engine; {RUN_IT} .engine, and use a .pt file for training and export"
     if head[257:262] == b"ustar":
         return "is a tar archive; unpack it first"
     if head[:1] == b"\x80":

@@ -360,7 +360,9 @@ def _pickle_folder(names: list[str]) -> str:
     """Find the folder of ``data.pkl`` inside the archive, with a trailing slash."""
     found = [PurePosixPath(name).parts for name in names if PurePosixPath(name).name == "data.pkl"]
     if any(PurePosixPath(name).name == "constants.pkl" for name in names):
-        raise WeightsFileError("is a TorchScript program; give it the suffix .torchscript to run it")
+        raise WeightsFileError(
+            "is a TorchScript program; run it with detect_dual.py or val_dual.py under a name with .torchscript"
+        )
     if len(found) > 1:
         raise WeightsFileError(f"holds {len(found)} files data.pkl, expected one; copy or download it again")
     if not found or len(found[0]) != 2:

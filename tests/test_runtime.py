@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import cv2
@@ -94,6 +95,17 @@ def test_reason_of_another_image_size_is_the_true_one(
     lines.clear()
     check_img_size([side, side], 32, floor=floor)
     assert len(lines) == bool(said)  # not once for the height and once more for the width
+
+
+@pytest.mark.parametrize(("count", "is_refused"), [(None, False), ("1", False), ("2", True), ("odd", False)])
+def test_several_processes_of_one_training_are_refused(
+    monkeypatch: pytest.MonkeyPatch, count: str | None, is_refused: bool
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if count is not None:
+        monkeypatch.setenv("WORLD_SIZE", count)
+    with pytest.raises(ValueError, match="WORLD_SIZE=2: .*--device 0") if is_refused else contextlib.nullcontext():
+        runtime.refuse_distributed()
 
 
 def test_autocast_is_off_without_a_type() -> None:

@@ -17,6 +17,16 @@ from utils.log import LOGGER
 AUTOMATIC_DEVICES = ("", "-1", "auto", "cuda")
 
 
+def refuse_distributed() -> None:
+    """Raise ValueError where ``torchrun`` or the like has started several of these processes, one for each GPU."""
+    count = os.environ.get("WORLD_SIZE", "1")
+    if count.isdecimal() and int(count) > 1:
+        raise ValueError(
+            f"WORLD_SIZE={count}: started {count} times by torchrun or torch.distributed, but one device only is used "
+            "here (no distributed training); start it once, python train_dual.py … --device 0"
+        )
+
+
 def select_device(device: str | int | torch.device = "", batch_size: int = 0) -> torch.device:
     """Return the one device to use and log it.
 

@@ -221,6 +221,13 @@ def test_training_needs_an_object(tmp_path: Path) -> None:
     assert len(create_dataloader(images, 64, 4, workers=0)[0]) == 1
 
 
+def test_refused_labels_are_the_reason_where_nothing_is_left(tmp_path: Path) -> None:
+    rows = {"a.png": (paint(), "0 120 80 30 30\n"), "b.png": (paint(), "0 0.5 0.5 0 0.2\n"), "c.png": (paint(), None)}
+    images = write_set(tmp_path, rows)
+    with pytest.raises(ValueError, match=r"nothing to learn: \d pictures were left out and \d rows refused .* above"):
+        create_dataloader(images, 64, 4, augment=True, hyp=HYP)
+
+
 @pytest.mark.slow
 def test_living_workers_survive_bad_files_and_count_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("utils.data.loader.worker_count", lambda wanted, _: wanted)

@@ -313,6 +313,12 @@ def _check_content(dataset: LoadImagesAndLabels, quad: bool, prefix: str) -> int
     if quad and len(dataset) < QUAD:
         raise ValueError(f"{prefix}--quad needs at least {QUAD} pictures, there are {len(dataset)}: leave --quad out")
     if dataset.augment and not len(dataset.labels.values):
+        counts = dataset.report.counts
+        if counts.left_out or counts.rows_refused:
+            raise ValueError(
+                f"{prefix}there is nothing to learn: {counts.left_out} pictures were left out and "
+                f"{counts.rows_refused} rows refused for the reasons above, and none of the {len(dataset)} other pictures has a label"
+            )
         raise ValueError(
             f"{prefix}there is nothing to learn: none of the {len(dataset)} pictures has a label; "
             f"the first label file was expected at {dataset.label_files[0]}"

@@ -98,8 +98,8 @@ def _validate(options: ValOptions, weights: str, recorder: WarningRecorder) -> V
             write_report(save_dir)
     prepared, inferred, suppressed = result.speed_ms
     times = f"{prepared:.1f}ms pre-process, {inferred:.1f}ms inference, {suppressed:.1f}ms NMS"
-    shape = (min(batch_size, len(dataset)), 3, imgsz, imgsz)
-    LOGGER.info(f"Speed: {times} per image at shape {shape}\nResults saved to {save_dir}")
+    how = f"batch {min(batch_size, len(dataset))}, {imgsz} px" + (", rectangular with a border" if is_rect else "")
+    LOGGER.info(f"Speed: {times} per image ({how})\nResults saved to {save_dir}")
     return result
 
 

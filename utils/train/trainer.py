@@ -27,7 +27,7 @@ from utils.files import increment_path, lock_folder, write_yaml
 from utils.log import LOGGER, counted, progress
 from utils.options import Hyp, TrainOptions
 from utils.preflight import apply_alloc_conf, preflight
-from utils.runtime import check_img_size, init_seeds, limit_threads, select_device
+from utils.runtime import check_img_size, init_seeds, limit_threads, refuse_distributed, select_device
 from utils.train.autobatch import find_batch_size
 from utils.train.batch_pass import CapturedPass, make_batch_pass
 from utils.train.ema import ModelEMA
@@ -67,6 +67,7 @@ class Trainer:
     def __init__(self, options: TrainOptions) -> None:
         """Check the input and build everything; the run's folder is made last, when nothing was refused."""
         limit_threads()
+        refuse_distributed()
         self.warning_recorder = WarningRecorder()
         self.options, resume, resume_folder = prepare_run(options)
         LOGGER.info("train: " + ", ".join(f"{name}={value}" for name, value in self.options.to_dict().items()))
@@ -163,7 +164,7 @@ class Trainer:
         )
         if resume is not None:
             restore(self, resume)
-            LOGGER.info(f"Resume: epoch {self.start_epoch} of {self.options.epochs}")
+            LOGGER.info(f"Resume: {self.start_epoch} of {self.options.epochs} epochs are done")
 
     def _set_up_records(self, resume: Checkpoint | None) -> None:
         self.weights_dir = self.save_dir / "weights"
