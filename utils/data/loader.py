@@ -317,7 +317,8 @@ def _check_content(dataset: LoadImagesAndLabels, quad: bool, prefix: str) -> int
         if counts.left_out or counts.rows_refused:
             raise ValueError(
                 f"{prefix}there is nothing to learn: {counts.left_out} pictures were left out and "
-                f"{counts.rows_refused} rows refused for the reasons above, and none of the {len(dataset)} other pictures has a label"
+                f"{counts.rows_refused} rows refused for the reasons above, and none of the {len(dataset)} other "
+                "pictures has a label"
             )
         raise ValueError(
             f"{prefix}there is nothing to learn: none of the {len(dataset)} pictures has a label; "
