@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 from collections.abc import Sequence
 from typing import Any
 
-from utils.cli import run_script
+from utils.cli import end_like_interrupt, run_script
 from utils.options import DetectOptions
 
 
@@ -17,9 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # after parsing, so that --help answers without loading torch
     from utils.deploy.detector import Detector
 
-    if threading.current_thread() is threading.main_thread():
-        # ended by the system like by Ctrl+C: otherwise videos would lack the index that players need
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    end_like_interrupt("SIGTERM")  # otherwise videos would lack the index that players need
     return Detector(options).run().exit_code
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, field, fields
@@ -122,6 +124,19 @@ def parse_options(options_class: type[Options], description: str, argv: Sequence
     if idle:
         LOGGER.warning(f"accepted without effect: {', '.join(idle)}")
     return options
+
+
+def end_like_interrupt(*names: str) -> None:
+    """Let signals (``SIGTERM``, the system's request to end; ``SIGHUP``, a closed terminal) do what Ctrl+C does.
+
+    A signal that was meant to be ignored (``nohup``) still is. Outside of the main thread nothing can be set.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for name in names:
+        number = getattr(signal, name, None)  # SIGHUP is missing on Windows
+        if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, signal.default_int_handler)
 
 
 def run_script(main: Callable[[], int | None]) -> None:

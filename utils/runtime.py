@@ -17,6 +17,12 @@ from utils.log import LOGGER
 AUTOMATIC_DEVICES = ("", "-1", "auto", "cuda")
 
 
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Tell whether torch found no memory, on the GPU or (which has no type of its own) in main memory."""
+    words = ("DefaultCPUAllocator", "allocate memory")
+    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
+
+
 def refuse_distributed() -> None:
     """Raise ValueError where ``torchrun`` or the like has started several of these processes, one for each GPU."""
     count = os.environ.get("WORLD_SIZE", "1")

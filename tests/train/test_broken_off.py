@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-import train_dual
 from models.checkpoint import load_checkpoint
-from utils.cli import run_script
+from utils.cli import end_like_interrupt, run_script
 from utils.files import lock_folder, read_yaml, write_yaml
 from utils.options import TrainOptions
 from utils.train import saving
@@ -153,7 +152,7 @@ def test_requests_to_end_do_what_ctrl_c_does_unless_they_were_to_be_ignored(name
     try:
         for found, expected in ((signal.SIG_DFL, signal.default_int_handler), (signal.SIG_IGN, signal.SIG_IGN)):
             signal.signal(number, found)
-            train_dual.end_like_interrupt()
+            end_like_interrupt(name)
             assert signal.getsignal(number) is expected
     finally:
         signal.signal(number, before)

@@ -13,9 +13,10 @@ from models.checkpoint import Checkpoint, load_checkpoint
 from scripts.make_shapes import make_shapes
 from tests.reference.tiny import tiny_dual
 from utils.options import Hyp, TrainOptions
+from utils.runtime import is_out_of_memory
 from utils.train import setup
 from utils.train import trainer as trainer_module
-from utils.train.setup import freeze_model, is_out_of_memory, make_schedule, memory_advice, resumed_options
+from utils.train.setup import freeze_model, make_schedule, memory_advice, resumed_options
 from utils.train.trainer import Trainer
 
 MakeOptions = Callable[..., TrainOptions]

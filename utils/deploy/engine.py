@@ -24,7 +24,7 @@ from utils.deploy.views import Batch, Done, Skipped, View, grouped, reassembled,
 from utils.log import LOGGER
 from utils.nms import non_max_suppression
 from utils.options.base import SLICE_AS_INPUT
-from utils.runtime import check_img_size, synchronise
+from utils.runtime import check_img_size, is_out_of_memory, synchronise
 from utils.slicing import merge_slices, picture_windows
 
 Step = Iterator[Batch | Skipped]
@@ -246,7 +246,7 @@ def memory_advice(batch: Batch) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+        if not is_out_of_memory(error):
             raise
         height, width = batch.shape
         count = len(batch.views)

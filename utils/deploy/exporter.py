@@ -31,7 +31,7 @@ from utils.files import FULL, atomic_write, write_error
 from utils.log import LOGGER
 from utils.nms import non_max_suppression
 from utils.options import ExportOptions
-from utils.runtime import check_img_size, select_device
+from utils.runtime import check_img_size, is_out_of_memory, select_device
 
 EXPORT_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, ImportError, OSError)
 """What reading weights and the exporters of torch raise; the other formats are still written after one of these."""
@@ -121,7 +121,7 @@ def prepare(weights: Path, options: ExportOptions, device: torch.device) -> Expo
     try:
         _check_conversion(model, lean, (height, width))
     except RuntimeError as error:
-        if "allocate memory" not in str(error):
+        if not is_out_of_memory(error):
             raise
         raise ValueError(f"--imgsz {height} {width}: one image of that size does not fit into memory") from error
     for title, text in describe_network(model).items():

@@ -21,6 +21,7 @@ from utils.files import REPO_ROOT, find_file
 from utils.kernels.check import fused_kernels_work
 from utils.log import LOGGER
 from utils.options import YAML_SUFFIXES, Hyp, TrainOptions
+from utils.runtime import refuse_distributed
 from utils.train.loaders import check_device
 from utils.train.loss import ComputeLoss
 from utils.train.loss_check import kernel_obstacle
@@ -53,8 +54,9 @@ def prepare_run(options: TrainOptions) -> tuple[TrainOptions, Checkpoint | None,
 
     Raises:
         FileNotFoundError, ValueError: ``--resume`` without a run that can be continued, or a new run whose folder
-            cannot be made.
+            cannot be made, or several processes of one training.
     """
+    refuse_distributed()
     if not options.resume:
         check_run_path(options)
         return options, None, None
@@ -361,11 +363,6 @@ def amp_dtype(device: torch.device, options: TrainOptions) -> torch.dtype | None
     if not options.amp or device.type != "cuda":
         return None
     return torch.bfloat16 if options.amp_dtype == "bf16" else torch.float16
-
-
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Tell whether torch found no memory, on the GPU or (which has no type of its own) in main memory."""
-    return isinstance(error, torch.cuda.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def memory_advice(device: torch.device, batch_size: int, imgsz: int) -> str:

@@ -27,7 +27,7 @@ from utils.files import increment_path, lock_folder, write_yaml
 from utils.log import LOGGER, counted, progress
 from utils.options import Hyp, TrainOptions
 from utils.preflight import apply_alloc_conf, preflight
-from utils.runtime import check_img_size, init_seeds, limit_threads, refuse_distributed, select_device
+from utils.runtime import check_img_size, init_seeds, is_out_of_memory, limit_threads, select_device
 from utils.train.autobatch import find_batch_size
 from utils.train.batch_pass import CapturedPass, make_batch_pass
 from utils.train.ema import ModelEMA
@@ -42,7 +42,6 @@ from utils.train.setup import (
     build_training_model,
     check_demands,
     freeze_model,
-    is_out_of_memory,
     keep_batch_norm_still,
     load_data,
     make_loss,
@@ -67,7 +66,6 @@ class Trainer:
     def __init__(self, options: TrainOptions) -> None:
         """Check the input and build everything; the run's folder is made last, when nothing was refused."""
         limit_threads()
-        refuse_distributed()
         self.warning_recorder = WarningRecorder()
         self.options, resume, resume_folder = prepare_run(options)
         LOGGER.info("train: " + ", ".join(f"{name}={value}" for name, value in self.options.to_dict().items()))
