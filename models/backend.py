@@ -6,7 +6,7 @@ files of upstream that carry both branches of a dual model work too: the second 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from models.checkpoint import build_model, load_checkpoint
 from models.heads import lead_prediction
 from models.published import find_weights
 from models.reparam import inference_form
+from models.replay import Replay
 from models.runners import (
     EngineRunner,
     OnnxRuntimeRunner,
@@ -61,6 +62,7 @@ class DetectMultiBackend(nn.Module):
         fuse: bool = True,
         *,
         offline: bool = False,
+        cuda_graphs: bool = True,
     ) -> None:
         """Load ``weights``; one of the published files is fetched if it is missing.
 
@@ -71,6 +73,7 @@ class DetectMultiBackend(nn.Module):
             fp16: half precision for a ``.pt`` file on CUDA; exported files are what they were exported as.
             fuse: run a ``.pt`` file in its inference form (lead branch only, norms folded).
             offline: never fetch.
+            cuda_graphs: replay passes of a ``.pt`` file on CUDA when a shape comes again and again; see ``Replay``.
 
         Raises:
             FileNotFoundError: no such weights, or no such data YAML although its names are needed.
@@ -85,6 +88,8 @@ class DetectMultiBackend(nn.Module):
             LOGGER.warning(f"--dnn has no effect on {path.name}: OpenCV's DNN module runs .onnx files here")
         fallback, absent = _names_in(data) if data else (None, None)
         self.runner: Runner = self._open(path, dnn, fallback, fp16 and self._may_halve(path), fuse)
+        if isinstance(self.runner, TorchRunner):
+            self.runner.replay.is_off = not cuda_graphs
         self.names, self.stride, self.fp16 = self.runner.names, self.runner.stride, self.runner.fp16
         if absent is not None:
             self._do_without(absent, path)
@@ -169,13 +174,26 @@ class TorchRunner(nn.Module):
         names = model.names
         if fuse:
             model = inference_form(model)
-        self.model = model.to(device)
+        # the layout for which a GPU has its fastest convolutions
+        self.model = model.to(device, memory_format=torch.channels_last) if device.type == "cuda" else model.to(device)
         if fp16:
             self.model.half()
         self.fp16, self.names, self.stride = fp16, names, int(model.stride.max())
+        self.replay = Replay(self._predict, self._priors)
+
+    def _predict(self, images: Tensor) -> Tensor:
+        return lead_prediction(self.model(images))
+
+    def _priors(self) -> tuple[Tensor, Tensor]:
+        return self.model.head.anchors, self.model.head.strides
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """Move or convert the weights; recorded passes know them at their old places."""
+        self.replay.forget()
+        return super()._apply(fn, recurse)
 
     def forward(self, images: Tensor) -> list[Tensor]:
-        return [lead_prediction(self.model(images))]
+        return [self.replay(images)]
 
 
 def _names_in(data: str | Path) -> tuple[Any, FileNotFoundError | None]:

@@ -56,6 +56,8 @@ class ScriptRunner(nn.Module):
                 self.model = torch.jit.load(str(path), map_location=device, _extra_files=extra).eval()
         except RuntimeError as error:
             raise ValueError(f"{path} is not a readable TorchScript file: {str(error).splitlines()[0]}") from error
+        if device.type == "cuda":
+            self.model.to(memory_format=torch.channels_last)  # for which a GPU has its fastest convolutions
         config = _json_object(extra["config.txt"], path)
         self.fp16 = any(weight.dtype == torch.float16 for weight in self.model.parameters())
         self.static_shape = None if config.get("dynamic_hw") or "shape" not in config else _sides(config["shape"], path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -45,6 +45,19 @@ def new_threads() -> Callable[[], list[str]]:
     """
     before = set(threading.enumerate())
     return lambda: [thread.name for thread in threading.enumerate() if thread not in before]
+
+
+@pytest.fixture
+def exact_float32() -> Iterator[None]:
+    """Let a GPU compute float32 as such and always in the same way; other tests may have chosen faster ones."""
+    import torch  # as above
+
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    saved = cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic, matmul.allow_tf32
+    cudnn.allow_tf32 = cudnn.benchmark = matmul.allow_tf32 = False
+    cudnn.deterministic = True
+    yield
+    cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic, matmul.allow_tf32 = saved
 
 
 @pytest.fixture(scope="session")

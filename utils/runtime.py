@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import random
+import threading
 
 import cv2
 import numpy as np
@@ -15,6 +16,9 @@ import torch
 from utils.log import LOGGER
 
 AUTOMATIC_DEVICES = ("", "-1", "auto", "cuda")
+
+device_lock = threading.RLock()
+"""Held while waiting for a whole device, and while a CUDA graph is recorded, which such waiting would spoil."""
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
@@ -116,7 +120,8 @@ def memory_gb(device: torch.device) -> float:
 def synchronise(device: torch.device) -> None:
     """Wait for queued work of a CUDA device, so that a clock read afterwards means something."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        with device_lock:
+            torch.cuda.synchronize(device)
 
 
 def check_img_size(imgsz: int | list[int], stride: int = 32, floor: int = 0, *, quiet: bool = False) -> int | list[int]:

@@ -130,10 +130,10 @@ def test_eval_mode_is_untouched(device: torch.device, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("exact_float32")
 @pytest.mark.parametrize("cfg", ["yolov9-s.yaml", "gelan-c.yaml"])
 def test_shipped_networks_are_as_near_to_float64_as_without_kernels(cfg: str) -> None:
     """Deep networks in training mode amplify rounding: plain float32 is off by 0.4 % and 1 % itself."""
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     plain, fused = twins(cfg, torch.device("cuda"))
     exact = copy.deepcopy(plain).double()
     images = pictures(torch.device("cuda"), 4, 128)
@@ -145,9 +145,9 @@ def test_shipped_networks_are_as_near_to_float64_as_without_kernels(cfg: str) ->
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("exact_float32")
 @pytest.mark.parametrize("dtype", MIXED_TOLERANCES, ids=str)
 def test_mixed_precision_is_as_near_to_float32_as_without_kernels(dtype: torch.dtype) -> None:
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     plain, fused = twins("yolov9-s.yaml", torch.device("cuda"))
     exact = copy.deepcopy(plain)
     images = pictures(torch.device("cuda"), 4, 256)

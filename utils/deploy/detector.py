@@ -111,6 +111,7 @@ class Detector:
                 data=options.data or None,
                 fp16=options.half,
                 offline=options.offline,
+                cuda_graphs=options.cuda_graphs,
             )
         if options.visualize and not model.pt:
             raise ValueError("--visualize needs a .pt file; exported files hold one fixed pass")

@@ -264,5 +264,6 @@ def input_size(model: Backend, imgsz: Sequence[int]) -> tuple[list[int], bool]:
 
 
 def as_network_input(images: Tensor) -> Tensor:
-    """Turn (B, H, W, 3) uint8 BGR into (B, 3, H, W) float RGB 0 … 1 on its device."""
-    return images.flip(3).permute(0, 3, 1, 2).contiguous().float() / 255
+    """Turn (B, H, W, 3) uint8 BGR into (B, 3, H, W) float RGB 0 … 1 on its device, on CUDA laid out channels last."""
+    layout = torch.channels_last if images.is_cuda else torch.contiguous_format
+    return images.flip(3).permute(0, 3, 1, 2).contiguous(memory_format=layout).float() / 255

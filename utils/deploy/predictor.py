@@ -29,7 +29,7 @@ from utils.runtime import select_device
 Image = str | Path | np.ndarray
 OPTIONS = frozenset(  # of DetectOptions, those that concern finding boxes
     ("device", "imgsz", "conf_thres", "iou_thres", "max_det", "classes", "agnostic_nms", "augment", "half")
-    + ("slice_size", "slice_overlap", "data", "dnn", "offline")
+    + ("slice_size", "slice_overlap", "data", "dnn", "offline", "cuda_graphs")
 )
 
 
@@ -84,6 +84,7 @@ class Predictor:
                 data=chosen.data or None,
                 fp16=chosen.half,
                 offline=chosen.offline,
+                cuda_graphs=chosen.cuda_graphs,
             )
         elif callable(weights):
             model = weights

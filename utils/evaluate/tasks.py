@@ -66,9 +66,14 @@ def validate(options: ValOptions, weights: str) -> ValResult:
 def _validate(options: ValOptions, weights: str, recorder: WarningRecorder) -> ValResult:
     spec = load_data_spec(options.data)
     device = select_device(options.device, options.batch_size)
-    model = DetectMultiBackend(weights, device=device, dnn=options.dnn, data=options.data, offline=options.offline)
-    if device.type == "cuda":
-        model.to(memory_format=torch.channels_last)
+    model = DetectMultiBackend(
+        weights,
+        device=device,
+        dnn=options.dnn,
+        data=options.data,
+        offline=options.offline,
+        cuda_graphs=options.cuda_graphs,
+    )
     if options.single_cls:
         spec = dataclasses.replace(spec, nc=1, names=ONE_CLASS)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from utils.cli import own_option, parse_options
 
+BOOLEAN = argparse.BooleanOptionalAction  # a flag with --no- in front of its opposite
 SLICE_AS_INPUT = -1  # slices as large as the longer side of the network's input
 
 
@@ -43,6 +45,11 @@ class FromCli:
             raise ValueError(f"--slice {self.slice_size}: should be at least 32 pixels, or stand without a number")
         if not 0 <= self.slice_overlap <= 0.9:
             raise ValueError(f"--slice-overlap {self.slice_overlap}: should lie between 0 and 0.9")
+
+
+def replay_option() -> Any:
+    """``--no-cuda-graphs`` of detection and validation."""
+    return own_option(True, "on CUDA: replay recorded passes of .pt files where a shape comes again", action=BOOLEAN)
 
 
 def slice_option() -> Any:

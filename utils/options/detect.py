@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.cli import option, own_option
-from utils.options.base import FromCli, height_width, slice_option, slice_overlap_option
+from utils.options.base import FromCli, height_width, replay_option, slice_option, slice_overlap_option
 
 THICKEST_LINE = 255  # pixels; OpenCV draws up to 32767, and labels grow with the line
 
@@ -61,6 +61,7 @@ class DetectOptions(FromCli):
     video_codec: str = own_option(
         "auto", "auto: H.264 where an encoder is found, else mp4v", choices=["auto", "h264", "mp4v"]
     )
+    cuda_graphs: bool = replay_option()
     sequential: bool = own_option(
         False, "one step after the other instead of reading, network and writing side by side"
     )

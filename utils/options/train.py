@@ -10,14 +10,13 @@ from typing import Any
 
 from utils.cli import idle_option, option, own_option
 from utils.files import find_file
-from utils.options.base import FromCli
+from utils.options.base import BOOLEAN, FromCli
 from utils.options.hyp import Hyp
 
 YAML_SUFFIXES = (".yaml", ".yml")
 AMP_DTYPES = ("fp16", "bf16")
 AUGMENT_PLACES = ("auto", "gpu", "cpu")
 CACHES = r"ram|disk|val|gpu(:\d+(\.\d+)?)?"
-BOOLEAN = argparse.BooleanOptionalAction
 OVERRIDES = ("mosaic", "mixup", "copy_paste")  # hyper-parameters that have a flag of their own
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
 from utils.cli import option, own_option
-from utils.options.base import FromCli, slice_option, slice_overlap_option
-
-BOOLEAN = argparse.BooleanOptionalAction
+from utils.options.base import BOOLEAN, FromCli, replay_option, slice_option, slice_overlap_option
 
 
 @dataclass(kw_only=True)
@@ -49,6 +46,7 @@ class ValOptions(FromCli):
     rect: bool = own_option(
         True, "pad batches to the smallest rectangle, as training does, where the file takes any shape", action=BOOLEAN
     )
+    cuda_graphs: bool = replay_option()
 
     slice_size: int = slice_option()
     slice_overlap: float = slice_overlap_option()

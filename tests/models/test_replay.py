@@ -1,0 +1,268 @@
+"""A network replayed from recorded passes gives what it gives when it is called."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from models import replay
+from models.backend import DetectMultiBackend
+from models.checkpoint import Checkpoint, save_checkpoint
+from models.graph import DetectionModel
+from models.replay import MAX_GRAPHS, RECORDED_FROM, Recording, Replay
+from tests.models.reference import random_images
+from tests.reference.fill import fill_state_dict
+from utils.runtime import synchronise
+
+
+class Doubler:
+    """Counts its calls; remembers a constant of the last shape, as the heads do."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.offset = torch.zeros(0)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        self.calls += 1
+        if self.offset.shape != images.shape:
+            self.offset = torch.full_like(images, float(images.shape[-1]))
+        return 2 * images + self.offset
+
+    def constants(self) -> tuple[Tensor]:
+        return (self.offset,)
+
+
+class StandIn(Replay):
+    """Records without a graphics card: a graph that computes again from the tensors recorded with it."""
+
+    failure: Exception | None = None
+
+    def _applies(self, images: Tensor) -> bool:
+        return not self.is_off
+
+    def _captured(self, images: Tensor) -> Recording:
+        if self.failure is not None:
+            raise self.failure
+        static = images.clone()
+        output = self.network(static).clone()
+        constants = tuple(self.constants())
+
+        def run() -> None:
+            output.copy_(2 * static + constants[0])
+
+        return Recording(SimpleNamespace(replay=run), static, output, constants)
+
+
+class Stream:
+    """What is asked of a stream."""
+
+    def wait_event(self, event: object) -> None:
+        assert event == "done"
+
+    def record_event(self) -> str:
+        return "done"
+
+
+@pytest.fixture
+def doubler(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Doubler, StandIn]]:
+    monkeypatch.setattr(replay.torch.cuda, "current_stream", Stream)
+    network = Doubler()
+    yield network, StandIn(network, network.constants)
+
+
+def pictures(side: int, seed: int = 0, batch: int = 2) -> Tensor:
+    return random_images(seed, (batch, 3, side, side))
+
+
+def test_a_shape_is_recorded_when_it_keeps_coming(doubler: tuple[Doubler, StandIn]) -> None:
+    network, replayed = doubler
+    for seed in range(RECORDED_FROM + 3):
+        images = pictures(8, seed)
+        assert torch.equal(replayed(images), 2 * images + 8)
+    assert network.calls == RECORDED_FROM  # the last one while recording
+    assert len(replayed.recordings) == 1
+
+
+def test_recordings_of_several_shapes_keep_their_constants(doubler: tuple[Doubler, StandIn]) -> None:
+    network, replayed = doubler
+    for seed in range(3 * RECORDED_FROM):
+        for side in (8, 16, 24):
+            images = pictures(side, seed)
+            assert torch.equal(replayed(images), 2 * images + side)
+    assert len(replayed.recordings) == 3
+    assert network.calls == 3 * RECORDED_FROM
+
+
+def test_another_number_type_is_another_recording(doubler: tuple[Doubler, StandIn]) -> None:
+    _, replayed = doubler
+    for _ in range(RECORDED_FROM + 1):
+        assert replayed(pictures(8).half()).dtype == torch.float16
+        assert replayed(pictures(8)).dtype == torch.float32
+    assert len(replayed.recordings) == 2
+
+
+def test_results_stay_what_they_were(doubler: tuple[Doubler, StandIn]) -> None:
+    _, replayed = doubler
+    kept = [(images, replayed(images)) for images in (pictures(8, seed) for seed in range(RECORDED_FROM + 4))]
+    for images, result in kept:
+        assert torch.equal(result, 2 * images + 8)
+
+
+def test_there_are_only_so_many_recordings(doubler: tuple[Doubler, StandIn]) -> None:
+    _, replayed = doubler
+    for batch in range(1, MAX_GRAPHS + 4):
+        for seed in range(RECORDED_FROM + 1):
+            images = pictures(8, seed, batch)
+            assert torch.equal(replayed(images), 2 * images + 8)
+    assert len(replayed.recordings) == MAX_GRAPHS
+
+
+def test_without_luck_the_network_is_called_as_before(
+    doubler: tuple[Doubler, StandIn], caplog: pytest.LogCaptureFixture
+) -> None:
+    network, replayed = doubler
+    replayed.failure = torch.OutOfMemoryError("out of memory\nmore")
+    for seed in range(RECORDED_FROM + 3):
+        images = pictures(8, seed)
+        assert torch.equal(replayed(images), 2 * images + 8)
+    assert network.calls == RECORDED_FROM + 3
+    assert caplog.text.count("CUDA graphs are off") == 1
+
+
+def test_faults_of_the_network_are_not_hidden(doubler: tuple[Doubler, StandIn]) -> None:
+    _, replayed = doubler
+    replayed.failure = ValueError("no such picture")
+    with pytest.raises(ValueError, match="no such picture"):
+        for _ in range(RECORDED_FROM):
+            replayed(pictures(8))
+
+
+def test_recordings_are_dropped_before_weights_move(doubler: tuple[Doubler, StandIn]) -> None:
+    _, replayed = doubler
+    for _ in range(RECORDED_FROM + 1):
+        replayed(pictures(8))
+    replayed.forget()
+    assert not replayed.recordings
+    assert torch.equal(replayed(pictures(8)), 2 * pictures(8) + 8)
+
+
+def test_a_copy_starts_without_recordings(doubler: tuple[Doubler, StandIn]) -> None:
+    _, replayed = doubler
+    for _ in range(RECORDED_FROM + 1):
+        replayed(pictures(8))
+    twin = copy.deepcopy(replayed)
+    assert not twin.recordings
+    assert twin.network is not replayed.network
+    assert torch.equal(twin(pictures(8)), 2 * pictures(8) + 8)
+
+
+def test_nothing_is_recorded_on_the_cpu() -> None:
+    network = Doubler()
+    replayed = Replay(network, network.constants)
+    with torch.no_grad():
+        for _ in range(2 * RECORDED_FROM):
+            replayed(pictures(8))
+    assert network.calls == 2 * RECORDED_FROM
+
+
+# ------------------------------------------------------------------------------------------------ on a graphics card
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    model = DetectionModel("yolov9-t.yaml", nc=5)
+    fill_state_dict(model.state_dict())
+    path = tmp_path / "filled.pt"
+    names = {index: f"class {index}" for index in range(5)}
+    save_checkpoint(path, Checkpoint(model=model.state_dict(), yaml=dict(model.yaml), nc=5, names=names))
+    return path
+
+
+def on_the_card(weights: Path, *, graphs: bool, half: bool = False) -> DetectMultiBackend:
+    return DetectMultiBackend(weights, device="cuda:0", fp16=half, cuda_graphs=graphs)
+
+
+def assert_near(found: Tensor, wanted: Tensor, *, half: bool = False) -> None:
+    difference = (found - wanted).abs()
+    assert float(difference[:, :4].max()) < (1.0 if half else 0.05)
+    assert float(difference[:, 4:].max()) < (0.01 if half else 1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("half", [False, True])
+def test_shapes_in_turn_on_the_card(weights: Path, half: bool) -> None:
+    plain, fast = on_the_card(weights, graphs=False, half=half), on_the_card(weights, graphs=True, half=half)
+    kept = []
+    for seed in range(RECORDED_FROM + 3):
+        for shape in ((1, 3, 64, 96), (4, 3, 128, 128), (3, 3, 96, 64)):
+            images = random_images(seed, shape).cuda()
+            kept.append((fast(images), plain(images)))
+    assert len(fast.runner.replay.recordings) == 3
+    assert not plain.runner.replay.recordings
+    for found, wanted in kept:
+        assert_near(found, wanted, half=half)
+
+
+@pytest.mark.gpu
+def test_weights_that_move_are_seen(weights: Path) -> None:
+    fast, plain = on_the_card(weights, graphs=True), on_the_card(weights, graphs=False)
+    images = random_images(1, (2, 3, 64, 64)).cuda()
+    for _ in range(RECORDED_FROM + 1):
+        fast(images)
+    fast.double().float()
+    for _ in range(RECORDED_FROM + 1):
+        assert_near(fast(images), plain(images))
+
+
+@pytest.mark.gpu
+def test_threads_with_networks_of_their_own(weights: Path) -> None:
+    """One waits for the whole device, again and again, while the others record."""
+    plain = on_the_card(weights, graphs=False)
+    sides = (64, 96, 128, 160)
+    wanted = {side: plain(pictures(side).cuda()) for side in sides}
+    faults: list[BaseException] = []
+    is_over = threading.Event()
+
+    def wait() -> None:
+        while not is_over.is_set():
+            synchronise(torch.device("cuda:0"))
+            torch.zeros(1000, pin_memory=True).cuda()
+
+    def detect(model: DetectMultiBackend) -> None:
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for _ in range(RECORDED_FROM + 3):
+                    for side in sides:
+                        assert_near(model(pictures(side).cuda()), wanted[side])
+        except BaseException as fault:
+            faults.append(fault)
+
+    shared = on_the_card(weights, graphs=True)
+    models = [on_the_card(weights, graphs=True), on_the_card(weights, graphs=True), shared, shared]
+    waiting = threading.Thread(target=wait)
+    threads = [threading.Thread(target=detect, args=(model,)) for model in models]
+    for thread in (waiting, *threads):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    is_over.set()
+    waiting.join()
+    assert not faults, faults[0]
+    assert all(len(model.runner.replay.recordings) == len(sides) and not model.runner.replay.is_off for model in models)
+
+
+@pytest.mark.gpu
+def test_autocast_goes_the_plain_way(weights: Path) -> None:
+    fast = on_the_card(weights, graphs=True)
+    images = random_images(1, (2, 3, 64, 64)).cuda()
+    for _ in range(RECORDED_FROM + 1):
+        with torch.autocast("cuda", torch.float16):
+            fast(images)
+    assert not fast.runner.replay.recordings
