@@ -69,7 +69,7 @@ class Stepper:
     """Makes whole training steps on one fixed batch."""
 
     def __init__(self, arguments: argparse.Namespace, way: str, device: torch.device) -> None:
-        init_seeds(0)
+        init_seeds(0, autotune=not arguments.no_autotune)
         self.device = device
         self.model = DetectionModel(arguments.cfg).to(device, memory_format=torch.channels_last).train()
         self.model.grad_checkpoint = arguments.grad_checkpoint
@@ -194,6 +194,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--device", default="")
     parser.add_argument("--cudnn-limit", type=int, help="algorithms that cuDNN tries per convolution; 0 = all")
+    parser.add_argument("--no-autotune", action="store_true", help="take cuDNN's first choice, as --multi-scale does")
     parser.add_argument("--profile", action="store_true", help="list the device's time by kind of kernel")
     parser.add_argument("--profile-loss", action="store_true", help="the same for the loss alone, nothing else")
     parser.add_argument("--record", action="store_true", help="add a row to RECORDS.md")
@@ -225,6 +226,7 @@ def case_suffix(case: argparse.Namespace) -> str:
     words = [f"{case.img} px"] if case.img != 640 else []
     words += [case.dtype] if case.dtype != "fp16" else []
     words += [f"checkpointing in {case.grad_checkpoint} parts"] if case.grad_checkpoint else []
+    words += ["no autotuning"] if case.no_autotune else []
     return "".join(f", {word}" for word in words)
 
 

@@ -55,6 +55,8 @@ def test_deterministic_switch_goes_both_ways() -> None:
     init_seeds(0)
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.backends.cudnn.benchmark
+    init_seeds(0, autotune=False)
+    assert not torch.backends.cudnn.benchmark
 
 
 def test_threads_of_main_process_and_workers() -> None:

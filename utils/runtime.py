@@ -81,12 +81,15 @@ def _announce(device: torch.device, remark: str = "") -> torch.device:
     return device
 
 
-def init_seeds(seed: int = 0, deterministic: bool = False) -> None:
-    """Seed Python, NumPy and torch; with ``deterministic`` also forbid kernels whose result may vary (slower)."""
+def init_seeds(seed: int = 0, deterministic: bool = False, *, autotune: bool = True) -> None:
+    """Seed Python, NumPy and torch; with ``deterministic`` also forbid kernels whose result may vary (slower).
+
+    With ``autotune`` cuDNN tries its algorithms on every new shape and keeps the fastest.
+    """
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-    torch.backends.cudnn.benchmark = not deterministic
+    torch.backends.cudnn.benchmark = autotune and not deterministic
     torch.backends.cudnn.deterministic = deterministic
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
     if deterministic:

@@ -74,7 +74,8 @@ class Trainer:
         self.hyp = Hyp.from_mapping(resume.hyp) if resume else self.options.load_hyp()
         check_demands(self.options, self.hyp, self.device)
         preflight(self.device).log()
-        init_seeds(self.options.seed, self.options.deterministic)
+        varies = self.options.multi_scale or self.options.rect  # trying algorithms for each size takes seconds
+        init_seeds(self.options.seed, self.options.deterministic, autotune=not varies)
         self.spec = load_data(self.options)
         self.start_epoch = self.epoch = resume.epoch + 1 if resume else 0
         self.amp_dtype = amp_dtype(self.device, self.options)
