@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
+from collections.abc import Callable
 
 import cv2
 import numpy as np
@@ -18,6 +20,7 @@ from utils.runtime import (
     limit_threads,
     memory_gb,
     select_device,
+    wake,
     worker_limit_threads,
 )
 
@@ -117,3 +120,30 @@ def test_autocast_is_off_without_a_type() -> None:
     with autocast(torch.device("cpu"), torch.bfloat16):
         assert (a @ a).dtype == torch.bfloat16
     assert memory_gb(torch.device("cpu")) == 0.0
+
+
+def test_waking_a_device_that_fails_leaves_the_error_to_its_user(
+    monkeypatch: pytest.MonkeyPatch, new_threads: Callable[[], list[str]]
+) -> None:
+    asked = []
+
+    def zeros(*_: object, device: torch.device, **__: object) -> torch.Tensor:
+        asked.append(device)
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    wake(torch.device("cpu"))
+    assert not new_threads()
+    wake(torch.device("cuda:0"))
+    for thread in [thread for thread in threading.enumerate() if thread.name == "wake"]:
+        thread.join()
+    assert asked == [torch.device("cuda:0")]
+
+
+@pytest.mark.gpu
+def test_waking_a_device(new_threads: Callable[[], list[str]]) -> None:
+    wake(torch.device("cuda:0"))
+    assert float(torch.ones(3, device="cuda:0").sum()) == 3
+    for thread in [thread for thread in threading.enumerate() if thread.name == "wake"]:
+        thread.join()
+    assert not new_threads()

@@ -120,6 +120,18 @@ def memory_gb(device: torch.device) -> float:
     return torch.cuda.memory_reserved(device) / 1e9 if device.type == "cuda" else 0.0
 
 
+def wake(device: torch.device) -> None:
+    """Begin to load what the first computation on a GPU needs, in a thread beside whatever comes next."""
+    if device.type == "cuda":
+        threading.Thread(target=_first_computation, args=(device,), name="wake").start()
+
+
+def _first_computation(device: torch.device) -> None:
+    with contextlib.suppress(RuntimeError), torch.no_grad():  # whoever needs the device will meet the error as well
+        image = torch.zeros(1, 8, 32, 32, device=device).contiguous(memory_format=torch.channels_last)
+        torch.nn.functional.conv2d(image, torch.zeros(8, 8, 3, 3, device=device))
+
+
 def synchronise(device: torch.device) -> None:
     """Wait for queued work of a CUDA device, so that a clock read afterwards means something."""
     if device.type == "cuda":

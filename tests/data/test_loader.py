@@ -83,6 +83,22 @@ def test_workers_start_on_the_announced_epoch(monkeypatch: pytest.MonkeyPatch) -
     loader.close()
 
 
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_passes_that_repeat_give_the_same_and_are_prepared(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = probe_loader(workers)
+    loader.repeat()
+    restarts: list[int] = []
+    original = EpochLoader._restart
+    monkeypatch.setattr(EpochLoader, "_restart", lambda self: (restarts.append(1), original(self))[1])
+    for _ in range(7):
+        assert [int(row) for batch in loader for row in batch[1][:, 5]] == list(range(16))
+    assert len(restarts) == (1 if workers else 7)
+    for _ in loader:
+        break
+    assert [int(row) for batch in loader for row in batch[1][:, 5]] == list(range(16))
+    loader.close()
+
+
 def test_a_wrong_announcement_and_a_broken_pass_are_thrown_away() -> None:
     def epochs_and_indices() -> list[tuple[float, float]]:
         return [(row[4].item(), row[5].item()) for batch in loader for row in batch[1]]

@@ -58,8 +58,8 @@ def twins(cfg: object, device: torch.device) -> tuple[DetectionModel, DetectionM
     return plain, fused
 
 
-def pictures(device: torch.device, batch: int = 2, side: int = 64) -> Tensor:
-    return random_images(7, (batch, 3, side, side)).to(device).contiguous(memory_format=torch.channels_last)
+def pictures(device: torch.device, batch: int = 2, side: int = 64, seed: int = 7) -> Tensor:
+    return random_images(seed, (batch, 3, side, side)).to(device).contiguous(memory_format=torch.channels_last)
 
 
 def step(model: DetectionModel, images: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -133,15 +133,16 @@ def test_eval_mode_is_untouched(device: torch.device, monkeypatch: pytest.Monkey
 @pytest.mark.usefixtures("exact_float32")
 @pytest.mark.parametrize("cfg", ["yolov9-s.yaml", "gelan-c.yaml"])
 def test_shipped_networks_are_as_near_to_float64_as_without_kernels(cfg: str) -> None:
-    """Deep networks in training mode amplify rounding: plain float32 is off by 0.4 % and 1 % itself."""
+    """Deep networks in training mode amplify rounding, by chance more or less: plain float32 is off by up to 2 %."""
     plain, fused = twins(cfg, torch.device("cuda"))
-    exact = copy.deepcopy(plain).double()
-    images = pictures(torch.device("cuda"), 4, 128)
-    for model in (plain, fused):
-        step(model, images)
-    step(exact, images.double())
-    off_plain, off_fused = relative_error(exact, plain), relative_error(exact, fused)
-    assert off_fused < max(2 * off_plain, 2e-3), (off_plain, off_fused)
+    exact, off = copy.deepcopy(plain).double(), {plain: 0.0, fused: 0.0}
+    for seed in range(6):
+        images = pictures(torch.device("cuda"), 4, 128, seed)
+        for model in (exact, plain, fused):
+            model.zero_grad()
+            step(model, images.double() if model is exact else images)
+        off = {model: max(worst, relative_error(exact, model)) for model, worst in off.items()}
+    assert off[fused] < max(2 * off[plain], 2e-3), off.values()
 
 
 @pytest.mark.gpu

@@ -16,10 +16,10 @@ from models import replay
 from models.backend import DetectMultiBackend
 from models.checkpoint import Checkpoint, save_checkpoint
 from models.graph import DetectionModel
-from models.replay import MAX_GRAPHS, RECORDED_FROM, Recording, Replay
+from models.replay import MAX_GRAPHS, RECORDED_FROM, Recording, Replay, difference
 from tests.models.reference import random_images
 from tests.reference.fill import fill_state_dict
-from utils.runtime import synchronise
+from utils.runtime import autocast, synchronise
 
 
 class Doubler:
@@ -43,6 +43,7 @@ class StandIn(Replay):
     """Records without a graphics card: a graph that computes again from the tensors recorded with it."""
 
     failure: Exception | None = None
+    fault = 0.0  # what a replayed pass is off by
 
     def _applies(self, images: Tensor) -> bool:
         return not self.is_off
@@ -50,12 +51,11 @@ class StandIn(Replay):
     def _captured(self, images: Tensor) -> Recording:
         if self.failure is not None:
             raise self.failure
-        static = images.clone()
-        output = self.network(static).clone()
-        constants = tuple(self.constants())
+        static, constants = images.clone(), tuple(self.constants())
+        output = torch.empty_like(images)  # nothing is computed while recording
 
         def run() -> None:
-            output.copy_(2 * static + constants[0])
+            output.copy_(2 * static + constants[0] + self.fault)
 
         return Recording(SimpleNamespace(replay=run), static, output, constants)
 
@@ -86,7 +86,7 @@ def test_a_shape_is_recorded_when_it_keeps_coming(doubler: tuple[Doubler, StandI
     for seed in range(RECORDED_FROM + 3):
         images = pictures(8, seed)
         assert torch.equal(replayed(images), 2 * images + 8)
-    assert network.calls == RECORDED_FROM  # the last one while recording
+    assert network.calls == RECORDED_FROM
     assert len(replayed.recordings) == 1
 
 
@@ -113,6 +113,44 @@ def test_results_stay_what_they_were(doubler: tuple[Doubler, StandIn]) -> None:
     kept = [(images, replayed(images)) for images in (pictures(8, seed) for seed in range(RECORDED_FROM + 4))]
     for images, result in kept:
         assert torch.equal(result, 2 * images + 8)
+
+
+def test_results_that_need_not_last_are_overwritten(doubler: tuple[Doubler, StandIn]) -> None:
+    network, _ = doubler
+    replayed = StandIn(network, network.constants, keeps_results=False)
+    results = [replayed(pictures(8, seed)) for seed in range(RECORDED_FROM + 2)]
+    assert results[-1] is results[-2]
+    assert torch.equal(results[-1], 2 * pictures(8, RECORDED_FROM + 1) + 8)
+
+
+@pytest.mark.parametrize("fault", [1.0, float("nan")])
+def test_a_recording_that_computes_something_else_is_not_used(
+    doubler: tuple[Doubler, StandIn], fault: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, replayed = doubler
+    replayed.fault = fault
+    for seed in range(RECORDED_FROM + 3):
+        images = pictures(8, seed)
+        assert torch.equal(replayed(images), 2 * images + 8)
+    assert "CUDA graphs are off" in caplog.text
+
+
+def test_values_that_are_not_finite_may_be_replayed(doubler: tuple[Doubler, StandIn]) -> None:
+    _, replayed = doubler
+    images = pictures(8)
+    images[0, 0, 0, :2] = torch.tensor([float("nan"), float("inf")])
+    for _ in range(RECORDED_FROM + 1):
+        found = replayed(images)
+    assert len(replayed.recordings) == 1
+    assert torch.equal(found.isnan(), images.isnan())
+
+
+def test_nested_results_are_compared_as_a_whole() -> None:
+    wanted = ([torch.ones(3), torch.zeros(2)], {"map": torch.full((2, 2), 4.0)})
+    assert difference(copy.deepcopy(wanted), wanted) == 0
+    found = copy.deepcopy(wanted)
+    found[1]["map"][0, 0] = 5
+    assert difference(found, wanted) == 0.25
 
 
 def test_there_are_only_so_many_recordings(doubler: tuple[Doubler, StandIn]) -> None:
@@ -208,6 +246,31 @@ def test_shapes_in_turn_on_the_card(weights: Path, half: bool) -> None:
     assert not plain.runner.replay.recordings
     for found, wanted in kept:
         assert_near(found, wanted, half=half)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16])
+def test_a_network_in_training_form_with_all_that_it_returns(dtype: torch.dtype | None) -> None:
+    """As validation during training calls it: autocast inside, weights that change in place between the calls."""
+    model = DetectionModel("yolov9-t.yaml", nc=5)
+    fill_state_dict(model.state_dict())
+    model = model.cuda().to(memory_format=torch.channels_last).eval()
+
+    def network(images: Tensor) -> object:
+        with autocast(images.device, dtype):
+            return model(images)
+
+    replayed = Replay(network, lambda: (model.head.anchors, model.head.strides), keeps_results=False)
+    with torch.no_grad():
+        for seed in range(RECORDED_FROM + 3):
+            for shape in ((2, 3, 64, 96), (3, 3, 96, 64)):
+                images = random_images(seed, shape).cuda()
+                found, wanted = replayed(images), network(images)
+                assert difference(found, wanted) < 0.01
+            for weight in model.parameters():
+                weight.mul_(0.99)
+    assert len(replayed.recordings) == 2
+    assert not replayed.is_off
 
 
 @pytest.mark.gpu

@@ -103,6 +103,10 @@ class EpochLoader:
         """
         self._stream.announced = self._plan(epoch, mosaic, image_weights)
 
+    def repeat(self) -> None:
+        """Let every pass give the same, as in validation: workers then prepare the next ones as far as they may."""
+        self._stream.repeats = True
+
     def fill_pool(self) -> None:
         """Let the workers decode what the composer's pool has to hold before the first batch; done when it is needed.
 

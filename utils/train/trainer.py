@@ -132,6 +132,7 @@ class Trainer:
             dtype=self.amp_dtype,
             single_cls=self.options.single_cls,
             loss_fn=self.loss_fn,
+            cuda_graphs=self.options.cuda_graphs,
             **outputs,
         )
 
