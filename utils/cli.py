@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -16,6 +17,9 @@ from typing import Any, TypeVar
 from utils.log import LOGGER
 
 Options = TypeVar("Options")
+
+COLLECTED_FROM = 100_000
+"""New objects after which Python looks for garbage: by default 700, a seventh of the time to load torch and a model."""
 
 
 class OptionParser(argparse.ArgumentParser):
@@ -144,6 +148,7 @@ def run_script(main: Callable[[], int | None]) -> None:
 
     Set ``YOLO_DEBUG=1`` to see the traceback as well.
     """
+    gc.set_threshold(COLLECTED_FROM)
     try:
         status = main()
     except KeyboardInterrupt:
