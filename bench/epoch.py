@@ -76,6 +76,7 @@ class Clock:
         self.trainer.writer.close()
         self.trainer.monitor.close()
         self.trainer.train_loader.close()
+        self.trainer.val_loader.close()
 
 
 def measure(options: TrainOptions, epochs: int) -> tuple[list[Times], int]:

@@ -6,7 +6,7 @@ files of upstream that carry both branches of a dual model work too: the second 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from models.runners import (
 )
 from utils.files import find_file, read_yaml
 from utils.log import LOGGER
+from utils.runtime import place, wake
 
 SUFFIXES = (".pt", ".torchscript", ".onnx", ".engine")
 OPENVINO_SUFFIX = "_openvino_model"
@@ -89,7 +90,7 @@ class DetectMultiBackend(nn.Module):
         fallback, absent = _names_in(data) if data else (None, None)
         self.runner: Runner = self._open(path, dnn, fallback, fp16 and self._may_halve(path), fuse)
         if isinstance(self.runner, TorchRunner):
-            self.runner.replay.is_off = not cuda_graphs
+            self.runner.replay = Replay(is_off=not cuda_graphs)
         self.names, self.stride, self.fp16 = self.runner.names, self.runner.stride, self.runner.fp16
         if absent is not None:
             self._do_without(absent, path)
@@ -97,6 +98,7 @@ class DetectMultiBackend(nn.Module):
 
     def _open(self, path: Path, dnn: bool, names: Any, fp16: bool, fuse: bool) -> Runner:
         if self.pt:
+            wake(self.device)
             return TorchRunner(path, self.device, fp16, fuse)
         if self.jit:
             return ScriptRunner(path, self.device, names)
@@ -141,6 +143,10 @@ class DetectMultiBackend(nn.Module):
             return lead_prediction(self.runner.model(images, augment=True)).float()
         return torch.cat([lead_output(self.runner(part))[:used] for part, used in self._parts(images)]).float()
 
+    def priors(self) -> tuple[Tensor, ...]:
+        """Tensors besides weights that the last pass of a ``.pt`` file has read."""
+        return self.runner.model.priors() if self.pt else ()
+
     def _parts(self, images: Tensor) -> list[tuple[Tensor, int]]:
         """Split into the batches the file takes; the last one is padded with zeros. Gives (images, how many count)."""
         if self.batch_size is None or len(images) == self.batch_size:
@@ -174,26 +180,19 @@ class TorchRunner(nn.Module):
         names = model.names
         if fuse:
             model = inference_form(model)
-        # the layout for which a GPU has its fastest convolutions
-        self.model = model.to(device, memory_format=torch.channels_last) if device.type == "cuda" else model.to(device)
+        self.model = place(model, device)
         if fp16:
             self.model.half()
         self.fp16, self.names, self.stride = fp16, names, int(model.stride.max())
-        self.replay = Replay(self._predict, self._priors)
+        self.replay = Replay()
 
     def _predict(self, images: Tensor) -> Tensor:
         return lead_prediction(self.model(images))
 
-    def _priors(self) -> tuple[Tensor, Tensor]:
-        return self.model.head.anchors, self.model.head.strides
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """Move or convert the weights; recorded passes know them at their old places."""
-        self.replay.forget()
-        return super()._apply(fn, recurse)
-
     def forward(self, images: Tensor) -> list[Tensor]:
-        return [self.replay(images)]
+        last = self.model.head.branches[-1][1][-1][-1].weight
+        moved = (last.data_ptr(), last.dtype)
+        return [self.replay(self._predict, images, weights=moved, constants=self.model.priors)]
 
 
 def _names_in(data: str | Path) -> tuple[Any, FileNotFoundError | None]:

@@ -122,6 +122,10 @@ class DetectionModel(nn.Module):
         """The last row."""
         return self.model[-1]
 
+    def priors(self) -> tuple[Tensor, Tensor]:
+        """The tensors besides weights that the last pass outside of training has read."""
+        return self.head.anchors, self.head.strides
+
     def forward(
         self, x: Tensor, augment: bool = False, profile: bool = False, visualize: str | Path | bool = False
     ) -> object:

@@ -7,7 +7,7 @@ them. A recorded pass is launched by a single call and computes the same.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +16,15 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from utils.log import LOGGER
-from utils.runtime import device_lock
+from utils.runtime import GraphPool, device_lock
 
-RECORDED_FROM = 4  # calls with one shape; recording takes as long as some passes, so shapes that come rarely stay plain
-MAX_GRAPHS = 8  # each keeps memory for its batch; further shapes stay plain
+PLAIN_CALLS = 3  # with one shape before it is recorded, which takes as long as some passes
+RESERVE_BYTES = 1 << 30  # of the card that have to be free beside what a recording keeps
 TOLERANCE = 0.01  # of a replayed pass, as a share of the largest value; usually both are equal to the last bit
+LEAST_VALUE = 1e-3  # where all values of a tensor are smaller, differences are seen as shares of this
 
-Shape = tuple[tuple[int, ...], torch.dtype]
+Network = Callable[[Tensor], Any]
+Shape = tuple[tuple[int, ...], torch.dtype, torch.device]
 
 
 @dataclass
@@ -36,102 +38,133 @@ class Recording:
 
 
 class Replay:
-    """Calls a network, from the fourth time with images of one shape on by replaying a recorded graph.
+    """Calls a network, and replays a recorded graph instead where a shape comes again and again.
 
-    For inference on CUDA. Each recording is compared with the plain pass before it is used. Under autocast around the
-    call, whose copies of the weights do not outlive it, and for shapes beyond the eighth the network is called the
-    plain way; should recording fail, from then on always.
+    For inference on CUDA. After three plain passes of a shape the next one is recorded as well. A recording is only
+    used if it computes what the plain pass gave. What cannot or should not be recorded goes the plain way: calls under
+    autocast, whose cache of converted weights ends before a replay; calls that are being captured, traced or compiled;
+    shapes beyond ``most``, and all while the card has little free memory. Hooks of modules run in plain passes only.
 
     Args:
-        network: images (B, 3, H, W) to tensors in any nesting of lists, tuples and dicts, without waiting for the
-            device.
-        constants: returns the tensors that the last pass read besides weights; a graph needs them to stay.
-        keeps_results: results are the caller's own; else the next call overwrites them, which saves memory.
+        is_off: every call goes the plain way.
+        most: recordings, each of which keeps the memory of its results.
+        keeps_results: results are the caller's own; else the next call overwrites them.
+        pool: memory of the passes, shared with graphs that never run at the same time.
     """
 
     def __init__(
-        self,
-        network: Callable[[Tensor], Any],
-        constants: Callable[[], Sequence[Tensor]],
-        *,
-        keeps_results: bool = True,
+        self, *, is_off: bool = False, most: int = 8, keeps_results: bool = True, pool: GraphPool | None = None
     ) -> None:
-        self.network, self.constants, self.keeps_results = network, constants, keeps_results
+        self.is_off, self.most, self.keeps_results, self.pool = is_off, most, keeps_results, pool or GraphPool()
         self.calls: dict[Shape, int] = {}
         self.recordings: dict[Shape, Recording] = {}
-        self.pool: tuple[int, int] | None = None
-        self.is_off = False
+        self._weights: Hashable = None
         self._lock = threading.Lock()  # several threads may share a network, and a recording has one place for pictures
+        self._stream: torch.cuda.Stream | None = None  # to record on
         self._is_done: torch.cuda.Event | None = None  # passes once the last result is there
 
     def __getstate__(self) -> dict[str, object]:
         """Leave out what belongs to this process and device."""
-        return {name: getattr(self, name) for name in ("network", "constants", "keeps_results", "is_off")}
+        return {"is_off": self.is_off, "most": self.most, "keeps_results": self.keeps_results}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["network"], state["constants"], keeps_results=state["keeps_results"])  # type: ignore[misc]
-        self.is_off = state["is_off"]
+        self.__init__(**state)  # type: ignore[misc]
 
     def forget(self) -> None:
-        """Drop all recordings: to be called before the weights move."""
+        """Drop all recordings and their memory."""
         with self._lock:
-            self.calls.clear()
-            self.recordings.clear()
-            self.pool = None
+            self._forget()
 
-    def __call__(self, images: Tensor) -> Any:
-        """Return what the network gives for ``images``."""
+    def __call__(
+        self,
+        network: Network,
+        images: Tensor,
+        *,
+        weights: Hashable,
+        constants: Callable[[], Sequence[Tensor]],
+    ) -> Any:
+        """Return what ``network`` gives for ``images``.
+
+        Args:
+            network: images (B, 3, H, W) to tensors in any nesting of lists, tuples and dicts, without waiting for the
+                device. It has to compute the same at every call, but for the values of its weights.
+            weights: something that changes when weights move in memory or are replaced.
+            constants: returns the tensors that the last pass read besides weights; a graph needs them to stay.
+        """
         if not self._applies(images):
-            return self.network(images)
-        with self._lock:
+            return network(images)
+        with self._lock, torch.cuda.device(images.device):
             stream = torch.cuda.current_stream()
             if self._is_done is not None:
                 stream.wait_event(self._is_done)  # it may be another stream than last time
-            output = self._replayed(images, (tuple(images.shape), images.dtype))
+            if weights != self._weights:
+                self._forget()
+                self._weights = weights
+            output = self._replayed(network, images, constants)
             self._is_done = stream.record_event()
             return output
 
     def _applies(self, images: Tensor) -> bool:
-        is_plain = self.is_off or torch.is_autocast_enabled("cuda") or torch.is_grad_enabled()
-        return images.is_cuda and not is_plain
+        if self.is_off or not images.is_cuda or torch.is_grad_enabled() or torch.is_autocast_enabled("cuda"):
+            return False
+        is_recorded_elsewhere = torch.cuda.is_current_stream_capturing() or torch.jit.is_tracing()
+        return not is_recorded_elsewhere and not torch.compiler.is_compiling()
 
-    def _replayed(self, images: Tensor, shape: Shape) -> Any:
+    def _forget(self) -> None:
+        self.calls.clear()
+        self.recordings.clear()
+        self._is_done = None
+
+    def _replayed(self, network: Network, images: Tensor, constants: Callable[[], Sequence[Tensor]]) -> Any:
+        shape = (tuple(images.shape), images.dtype, images.device)
         recording = self.recordings.get(shape)
         if recording is None:
             self.calls[shape] = self.calls.get(shape, 0) + 1
-            if self.calls[shape] < RECORDED_FROM or len(self.recordings) >= MAX_GRAPHS:
-                return self.network(images)
-            return self._record(shape, images)
+            expected = network(images)  # makes the constants of this shape, which must not be computed within a graph
+            if self.calls[shape] > PLAIN_CALLS and len(self.recordings) < self.most and has_room(images, expected):
+                self._record(shape, network, images, expected, constants())
+            return expected
         recording.images.copy_(images)
         recording.graph.replay()
         return pytree.tree_map(torch.clone, recording.output) if self.keeps_results else recording.output
 
-    def _record(self, shape: Shape, images: Tensor) -> Any:
-        """Return the plain result, after the pass has been recorded."""
-        expected = self.network(images)  # makes the constants of this shape, which must not be computed within a graph
+    def _record(
+        self, shape: Shape, network: Network, images: Tensor, expected: Any, constants: Sequence[Tensor]
+    ) -> None:
         try:
             with device_lock:  # nobody may wait for the whole device meanwhile
-                recording = self._captured(images)
+                recording = self._captured(network, images, constants)
+                for tensor in pytree.tree_leaves(recording.output):
+                    tensor.fill_(float("nan"))  # so that a graph in which nothing was recorded is noticed
                 recording.graph.replay()
-            if difference(recording.output, expected) > TOLERANCE:
-                raise RuntimeError(f"a replayed pass differs by {difference(recording.output, expected):.2g}")
+            if (off := difference(recording.output, expected)) > TOLERANCE:
+                raise RuntimeError(f"a replayed pass differs by {off:.2g}")
             self.recordings[shape] = recording
         except RuntimeError as error:  # torch's and CUDA's own kinds derive from it
             self.is_off = True
-            self.recordings.clear()
-            self.pool = None
+            self._forget()
+            self.pool.drop()
             reason = str(error).splitlines()[0]
-            LOGGER.warning(f"CUDA graphs are off, the network runs without them: {reason}. --no-cuda-graphs says so")
-        return expected
+            LOGGER.warning(f"CUDA graphs are off for inference: {reason}. --no-cuda-graphs avoids the attempt")
 
-    def _captured(self, images: Tensor) -> Recording:
-        static, constants = images.clone(), tuple(self.constants())
-        self.pool = self.pool or torch.cuda.graph_pool_handle()
+    def _captured(self, network: Network, images: Tensor, constants: Sequence[Tensor]) -> Recording:
+        self._stream = self._stream or torch.cuda.Stream(images.device)
         graph = torch.cuda.CUDAGraph()
-        # Only this thread is watched: others copy pictures and pin memory meanwhile.
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-            output = self.network(static)
-        return Recording(graph, static, output, constants)
+        # Tensors of inference mode could not be written to by a call outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            static = torch.empty_like(images).copy_(images)
+            # Only this thread is watched: others copy pictures and pin memory meanwhile.
+            with torch.cuda.graph(
+                graph, pool=self.pool.handle(), stream=self._stream, capture_error_mode="thread_local"
+            ):
+                output = network(static)
+        return Recording(graph, static, output, tuple(constants))
+
+
+def has_room(images: Tensor, output: Any) -> bool:
+    """Whether the card has room for what a recording keeps, and some more for whoever needs it later."""
+    kept = sum(tensor.nbytes for tensor in (images, *pytree.tree_leaves(output)))
+    return torch.cuda.mem_get_info(images.device)[0] > 2 * kept + RESERVE_BYTES
 
 
 def difference(found: Any, expected: Any) -> float:
@@ -141,10 +174,10 @@ def difference(found: Any, expected: Any) -> float:
 
 
 def _relative(found: Tensor, expected: Tensor) -> float:
-    """The same for two tensors; what is not finite has to be so in both, and to be equal."""
+    """The same for two tensors; what is not finite has to be so in both."""
     is_finite = torch.isfinite(expected)
     if not torch.equal(is_finite, torch.isfinite(found)):
         return float("inf")
     zero = torch.zeros((), device=expected.device)
     found, expected = (torch.where(is_finite, tensor.float(), zero) for tensor in (found, expected))
-    return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-12))
+    return float((found - expected).abs().max() / expected.abs().max().clamp_min(LEAST_VALUE))

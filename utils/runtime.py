@@ -12,6 +12,7 @@ import threading
 import cv2
 import numpy as np
 import torch
+from torch import nn
 
 from utils.log import LOGGER
 
@@ -19,6 +20,23 @@ AUTOMATIC_DEVICES = ("", "-1", "auto", "cuda")
 
 device_lock = threading.RLock()
 """Held while waiting for a whole device, and while a CUDA graph is recorded, which such waiting would spoil."""
+
+
+class GraphPool:
+    """Memory that recorded CUDA graphs share, which therefore must never run at the same time."""
+
+    def __init__(self) -> None:
+        self._handle: tuple[int, int] | None = None
+
+    def handle(self) -> tuple[int, int]:
+        """What `torch.cuda.graph` takes as its pool; made when it is first asked for."""
+        if self._handle is None:
+            self._handle = torch.cuda.graph_pool_handle()
+        return self._handle
+
+    def drop(self) -> None:
+        """Begin a new one with the next graph; the memory is free once the graphs are gone."""
+        self._handle = None
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
@@ -68,6 +86,8 @@ def select_device(device: str | int | torch.device = "", batch_size: int = 0) ->
             f"--device {device}: this machine offers {found} CUDA device(s) to torch {torch.__version__} "
             f"(CUDA build {torch.version.cuda}). Use --device cpu, or install a torch build that fits the driver"
         )
+    if int(name):
+        torch.cuda.set_device(int(name))  # CUDA graphs are recorded on the current device
     return _announce(torch.device(f"cuda:{name}"))
 
 
@@ -118,6 +138,13 @@ def autocast(device: torch.device, dtype: torch.dtype | None) -> contextlib.Abst
 def memory_gb(device: torch.device) -> float:
     """Return the memory torch has reserved on ``device`` in 1e9 bytes; 0 on other devices than CUDA."""
     return torch.cuda.memory_reserved(device) / 1e9 if device.type == "cuda" else 0.0
+
+
+def place(model: nn.Module, device: torch.device) -> nn.Module:
+    """Move a model to a device, on CUDA in the layout for which it has its fastest convolutions; return it."""
+    if device.type == "cuda":
+        return model.to(device, memory_format=torch.channels_last)
+    return model.to(device)
 
 
 def wake(device: torch.device) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +14,7 @@ import torch
 from utils.data.pool import PoolSettings
 from utils.options import TrainOptions
 from utils.train import loaders
-from utils.train.loaders import pool_settings
+from utils.train.loaders import pool_settings, waits_whole
 from utils.train.monitor import read_results
 from utils.train.trainer import Trainer
 
@@ -104,3 +107,40 @@ def test_a_resumed_run_with_plans_is_the_uninterrupted_one(
     columns = [read_results(Path(parted.project) / name / "results.csv") for name in ("whole", "parted")]
     for name in ("train/box_loss", "train/cls_loss", "train/dfl_loss"):
         assert columns[0][name] == pytest.approx(columns[1][name], rel=1e-6), name
+
+
+@pytest.mark.parametrize(
+    ("batches", "workers", "batch_size", "imgsz", "expected"),
+    [
+        (3, 8, 32, 640, True),
+        (16, 8, 32, 640, True),
+        (17, 8, 32, 640, False),  # the network is busy for longer than the first batch takes
+        (3, 8, 64, 640, False),  # too much memory
+        (3, 0, 32, 640, False),
+    ],
+)
+def test_validation_sets_that_wait_for_the_next_validation(
+    batches: int, workers: int, batch_size: int, imgsz: int, expected: bool
+) -> None:
+    class Loader:
+        def __len__(self) -> int:
+            return batches
+
+    loader = Loader()
+    loader.num_workers, loader.batch_size = workers, batch_size
+    assert waits_whole(loader, imgsz) == expected
+
+
+def test_a_training_ends_its_workers_and_goes_with_its_last_name(make_options: MakeOptions) -> None:
+    """Without waiting for the garbage collector, which rarely comes."""
+    before = set(multiprocessing.active_children())
+    trainer = Trainer(make_options(epochs=2, workers=2))
+    trainer.fit()
+    assert set(multiprocessing.active_children()) <= before
+    average = weakref.ref(trainer.ema.ema)
+    gc.disable()
+    try:
+        del trainer
+        assert average() is None
+    finally:
+        gc.enable()

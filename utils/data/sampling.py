@@ -76,7 +76,7 @@ class BatchStream(Sampler[list[SampleKey]]):
         while plan is not None:
             yield from self.batches_of(plan)
             plan, self.announced = self.announced, None
-            plan = self.current if plan is None and self.repeats else plan
+            plan = self.current if plan is None and self.repeats and len(self) else plan
             if plan is not None:
                 self.begun.append(plan)
 

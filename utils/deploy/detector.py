@@ -22,7 +22,7 @@ from utils.deploy.writers import OutputNames, RunWriter, SaveOptions, plan_outpu
 from utils.files import increment_path
 from utils.log import LOGGER
 from utils.options import DetectOptions
-from utils.runtime import select_device, wake
+from utils.runtime import select_device
 
 __all__ = ["DetectionSummary", "Detector"]
 
@@ -104,11 +104,9 @@ class Detector:
         options = self.options
         model = self._model
         if model is None:
-            device = select_device(options.device)
-            wake(device)
             model = DetectMultiBackend(
                 options.weights,
-                device=device,
+                device=select_device(options.device),
                 dnn=options.dnn,
                 data=options.data or None,
                 fp16=options.half,

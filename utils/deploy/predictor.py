@@ -24,7 +24,7 @@ from utils.deploy.engine import Backend, Engine, Settings
 from utils.deploy.views import Done
 from utils.log import LOGGER
 from utils.options import DetectOptions
-from utils.runtime import select_device, wake
+from utils.runtime import select_device
 
 Image = str | Path | np.ndarray
 OPTIONS = frozenset(  # of DetectOptions, those that concern finding boxes
@@ -77,11 +77,9 @@ class Predictor:
             raise TypeError(f"Predictor: {name} has no effect here; options are {', '.join(sorted(OPTIONS))}")
         chosen = DetectOptions(batch_size=batch_size, **options)
         if isinstance(weights, (str, Path, list, tuple)):
-            device = select_device(chosen.device)
-            wake(device)
             model = DetectMultiBackend(
                 weights,
-                device=device,
+                device=select_device(chosen.device),
                 dnn=chosen.dnn,
                 data=chosen.data or None,
                 fp16=chosen.half,

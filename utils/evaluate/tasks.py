@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from models.backend import DetectMultiBackend
+from models.replay import Replay
 from utils.data.dataset import LoadImagesAndLabels
 from utils.data.loader import EpochLoader, create_dataloader
 from utils.data.report import say_unread, write_data_report
@@ -67,12 +68,7 @@ def _validate(options: ValOptions, weights: str, recorder: WarningRecorder) -> V
     spec = load_data_spec(options.data)
     device = select_device(options.device, options.batch_size)
     model = DetectMultiBackend(
-        weights,
-        device=device,
-        dnn=options.dnn,
-        data=options.data,
-        offline=options.offline,
-        cuda_graphs=options.cuda_graphs,
+        weights, device=device, dnn=options.dnn, data=options.data, offline=options.offline, cuda_graphs=False
     )
     if options.single_cls:
         spec = dataclasses.replace(spec, nc=1, names=ONE_CLASS)
@@ -276,6 +272,7 @@ def _make_validator(
         is_coco=is_coco,
         json_name=f"{Path(options.weights[0]).stem}_predictions.json",
         slicing=slicing,
+        replay=Replay(is_off=not options.cuda_graphs, keeps_results=False),
     )
 
 

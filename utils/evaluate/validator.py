@@ -75,8 +75,8 @@ class Validator:
         is_coco: classes are COCO's 80, the json carries COCO's category numbers.
         json_name: name of the json file in ``save_dir``.
         slicing: look at pictures in slices; the loader then gives whole ones, as ``WholeImageLoader`` does.
-        cuda_graphs: on CUDA replay passes of batches whose shape comes again, also in a later run of the same model.
-            Not for a ``DetectMultiBackend``, which does so by itself.
+        replay: recorded passes for batches whose shape comes again, also in a later run of the same model; results may
+            be overwritten by the next pass. The model needs a method ``priors``.
 
     Raises:
         ValueError: ``save_txt`` would overwrite labels of the data set, outputs are wanted without a folder, or slices
@@ -108,7 +108,7 @@ class Validator:
         is_coco: bool = False,
         json_name: str = "predictions.json",
         slicing: Slicing | None = None,
-        cuda_graphs: bool = False,
+        replay: Replay | None = None,
     ) -> None:
         if save_dir is None and (plots or save_txt or save_json or save_hybrid):
             raise ValueError("plots, save_txt, save_hybrid and save_json need save_dir, the folder they are written to")
@@ -129,9 +129,9 @@ class Validator:
         self.verbose = verbose
         self.augment = augment
         self.slicing = slicing
-        self.cuda_graphs = cuda_graphs and not augment and slicing is None
-        self._forward: Callable[[Tensor], object] | None = None
-        self._model: nn.Module | None = None  # that self._forward calls
+        is_fit = replay is not None and not replay.is_off and not augment  # which changes sizes within a pass
+        self.replay = replay if is_fit and self.device.type == "cuda" else None
+        self._weights: tuple[int, ...] = ()  # where those of the model are
         self.thresholds = iou_thresholds()
 
     def _mixed_precision(self, half: bool) -> torch.dtype | None:
@@ -142,13 +142,14 @@ class Validator:
     @torch.no_grad()
     def run(self, model: nn.Module) -> ValResult:
         """Return the figures of ``model`` and write the outputs asked for; the model is left in the mode it came in."""
-        self._prepare_forward(model)
         tally, seen, outputs = _Tally(), Findings(), _Outputs(self)
+        if self.replay is not None:
+            self._weights = tuple(tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()))
         with _evaluating(model):
             for index, (images, targets, paths, shapes) in enumerate(
                 progress(self.loader, desc="validating", unit="batch")
             ):
-                found = self._detect(images, targets, tally)
+                found = self._detect(model, images, targets, tally)
                 scene = Scene.build(found, targets, shapes, images.shape[2:])
                 scene = scene.merged() if self.single_cls else scene
                 match, scene = scene.match(self.thresholds).cpu(), scene.cpu()
@@ -158,28 +159,15 @@ class Validator:
                     self._plot_batch(index, images, targets, paths, found)
         return self._report(tally, seen.joined(), outputs)
 
-    def _prepare_forward(self, model: nn.Module) -> None:
-        """Settle how ``model`` is called; what has been recorded of the same one stays."""
-        if model is self._model:
-            return
-
-        def forward(images: Tensor) -> object:
-            with autocast(self.device, self.dtype):
-                return model(images, augment=self.augment)
-
-        self._model, self._forward = model, forward
-        if self.cuda_graphs:
-            self._forward = Replay(forward, lambda: (model.head.anchors, model.head.strides), keeps_results=False)
-
-    def _detect(self, images: Tensor, targets: Tensor, tally: _Tally) -> list[Tensor]:
+    def _detect(self, model: nn.Module, images: Tensor, targets: Tensor, tally: _Tally) -> list[Tensor]:
         """Return the detections (n, 6) of each image in input pixels; add losses and times to ``tally``."""
         tally.batches += 1
         tally.images += len(images)
         if self.slicing is None:
-            return self._look(images, targets, tally)
-        return [self._look_at_slices(image, tally) for image in images]
+            return self._look(model, images, targets, tally)
+        return [self._look_at_slices(model, image, tally) for image in images]
 
-    def _look_at_slices(self, image: Tensor, tally: _Tally) -> Tensor:
+    def _look_at_slices(self, model: nn.Module, image: Tensor, tally: _Tally) -> Tensor:
         """Return the detections (n, 6) of a whole image (3, H, W), merged from its slices."""
         slicing = self.slicing
 
@@ -187,22 +175,21 @@ class Validator:
             start = self._clock()
             inputs = slicing.fit(parts)
             tally.seconds[0] += self._clock() - start
-            return slicing.unfit(self._look(inputs, None, tally), inputs.shape[2:], parts)
+            return slicing.unfit(self._look(model, inputs, None, tally), inputs.shape[2:], parts)
 
         start, counted = self._clock(), sum(tally.seconds)
         found = slicing.detect(look, image, iou_thres=self.iou_thres, agnostic=self.single_cls, max_det=self.max_det)
         tally.seconds[2] += self._clock() - start - (sum(tally.seconds) - counted)  # merging belongs to suppression
         return found
 
-    def _look(self, images: Tensor, targets: Tensor | None, tally: _Tally) -> list[Tensor]:
+    def _look(self, model: nn.Module, images: Tensor, targets: Tensor | None, tally: _Tally) -> list[Tensor]:
         """Run network and suppression: detections (n, 6) of each of (B, 3, H, W) uint8; count losses and times."""
         start = self._clock()
-        inputs = images.to(self.device, non_blocking=True)
-        is_cuda = self.device.type == "cuda"
-        inputs = inputs.contiguous(memory_format=torch.channels_last if is_cuda else torch.contiguous_format)
-        inputs = inputs.float() / 255
+        layout = torch.channels_last if self.device.type == "cuda" else torch.contiguous_format
+        inputs = images.to(self.device, non_blocking=True).contiguous(memory_format=layout)
+        inputs = inputs.float() / 255 if self.replay is None else inputs  # a recorded pass begins with it
         ready = self._clock()
-        output = self._forward(inputs)
+        output = self._pass(model, inputs)
         if self.loss_fn is not None and not self.augment:
             items = self.loss_fn(output, targets.to(self.device))[1].detach()
             tally.losses = items if tally.losses is None else tally.losses + items
@@ -218,6 +205,17 @@ class Validator:
         times = (ready - start, inferred - ready, self._clock() - inferred)
         tally.seconds = [total + spent for total, spent in zip(tally.seconds, times, strict=True)]
         return found
+
+    def _pass(self, model: nn.Module, images: Tensor) -> object:
+        """Return what the model gives for (B, 3, H, W) on its device: 0 … 1, or uint8 for a recorded pass."""
+
+        def network(images: Tensor) -> object:
+            with autocast(self.device, self.dtype):
+                return model(images if images.is_floating_point() else images.float() / 255, augment=self.augment)
+
+        if self.replay is None:
+            return network(images)
+        return self.replay(network, images, weights=self._weights, constants=model.priors)
 
     def _settings(self) -> dict[str, str | float | bool]:
         """Return what the figures depend on beside model and data."""

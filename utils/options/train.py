@@ -129,7 +129,9 @@ class TrainOptions(FromCli):
     profile_loader: bool = own_option(False, "run a few dozen steps, print where the time goes, save nothing")
     alloc_conf: str = own_option("", "setting of torch's CUDA allocator; '' lets the program choose")
     deterministic: bool = own_option(False, "only kernels with repeatable results (slower on CUDA)")
-    cuda_graphs: bool = own_option(True, "record the step as CUDA graphs, on CUDA", action=BOOLEAN)
+    cuda_graphs: bool = own_option(
+        True, "record steps and passes of validation as CUDA graphs, on CUDA", action=BOOLEAN
+    )
     plain_kernels: bool = own_option(False, "torch's own kernels only, none of this repository")
     entity: str = idle_option("")
     upload_dataset: str = idle_option("", "", "--upload_dataset", nargs="?", const="val")
@@ -238,6 +240,11 @@ class TrainOptions(FromCli):
             raise ValueError(
                 f"--mosaic-cache {self.mosaic_cache}: --augment gpu makes mosaics anew; leave one of the two out"
             )
+
+    @property
+    def varies_sizes(self) -> bool:
+        """Whether batches come in many sizes."""
+        return self.multi_scale or self.rect
 
     @property
     def is_gpu_cache(self) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from utils.log import LOGGER
-from utils.runtime import autocast
+from utils.runtime import GraphPool, autocast, device_lock
 
 LossFunction = Callable[..., tuple[Tensor, Tensor]]
 
@@ -107,12 +107,12 @@ class CapturedPass(BatchPass):
     Should recording fail, the plain way goes on for the rest of the run.
     """
 
-    def __init__(self, *arguments: object, **keywords: object) -> None:
+    def __init__(self, *arguments: object, pool: GraphPool | None = None, **keywords: object) -> None:
         super().__init__(*arguments, **keywords)  # type: ignore[arg-type]
         self.recordings: dict[tuple[Kind, int], Recording] = {}  # by kind of batch and number of target rows
         self.seen: set[Kind] = set()
         self.smoothing = torch.zeros((), device=self.device)
-        self.pool = None
+        self.pool = pool or GraphPool()
         self.working = WorkingWeights(self.model, self.amp_dtype)
         self.is_off = False
 
@@ -151,16 +151,16 @@ class CapturedPass(BatchPass):
         if len(self.recordings) >= MAX_GRAPHS:
             return None
         capacity = row_capacity(rows)
-        self.pool = self.pool or torch.cuda.graph_pool_handle()
         align_gradients(self.model)
-        torch.cuda.synchronize(self.device)
-        torch.cuda.empty_cache()  # what plain passes have left: the graphs have memory of their own
         try:
-            recording = self._captured(kind, images, capacity)
+            with device_lock:  # nobody may wait for the whole device meanwhile
+                torch.cuda.synchronize(self.device)
+                torch.cuda.empty_cache()  # what plain passes have left: the graphs have memory of their own
+                recording = self._captured(kind, images, capacity)
         except RuntimeError as error:  # torch's and CUDA's own kinds derive from it
             self.is_off = True
             self.recordings.clear()
-            self.pool = None
+            self.pool.drop()
             LOGGER.warning(
                 f"CUDA graphs are off, training goes on without them: {str(error).splitlines()[0]}. "
                 "--no-cuda-graphs avoids the attempt"
@@ -178,7 +178,7 @@ class CapturedPass(BatchPass):
         items = torch.zeros(3, device=self.device)
         smoothing = self.smoothing if is_smoothed else 0.0
         # Only this thread is watched: the loader's threads pin memory meanwhile.
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"), self.working:
+        with torch.cuda.graph(graph, pool=self.pool.handle(), capture_error_mode="thread_local"), self.working:
             items.copy_(super().__call__(static_images, static_targets, size=size, smoothing=smoothing))
         return Recording(graph, static_images, static_targets, items)
 
@@ -263,10 +263,16 @@ def _laid_out_like(tensor: Tensor, example: Tensor) -> Tensor:
     return torch.empty_like(example, dtype=tensor.dtype, memory_format=torch.preserve_format).copy_(tensor)
 
 
-def make_batch_pass(*arguments: object, device: torch.device, use_graphs: bool, **keywords: object) -> BatchPass:
-    """Return the recorded way on CUDA where it is wanted, else the plain one; see :class:`BatchPass`."""
-    kind = CapturedPass if use_graphs and device.type == "cuda" else BatchPass
-    return kind(*arguments, device=device, **keywords)
+def make_batch_pass(
+    *arguments: object, device: torch.device, use_graphs: bool, pool: GraphPool | None = None, **keywords: object
+) -> BatchPass:
+    """Return the recorded way on CUDA where it is wanted, else the plain one; see :class:`BatchPass`.
+
+    ``pool`` is for graphs of other passes to share their memory, such as those of validation.
+    """
+    if use_graphs and device.type == "cuda":
+        return CapturedPass(*arguments, device=device, pool=pool, **keywords)
+    return BatchPass(*arguments, device=device, **keywords)
 
 
 def row_capacity(rows: int) -> int:

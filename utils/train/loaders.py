@@ -8,14 +8,14 @@ from utils.data.dataset import LoadImagesAndLabels
 from utils.data.loader import EpochLoader, create_dataloader
 from utils.data.pool import PoolSettings
 from utils.data.scan import require_objects
-from utils.data.shared_memory import shared_bytes
+from utils.data.shared_memory import PREFETCH, shared_bytes
 from utils.data.spec import DataSpec
 from utils.kernels.layout import has_triton
 from utils.log import LOGGER
 from utils.options import Hyp, TrainOptions
 
 LOADERS = 2  # that live side by side and share /dev/shm
-PREPARED_BYTES = 1 << 30  # of validation pictures that may wait in shared memory while training goes on
+PREPARED_BYTES = 1 << 30  # of validation pictures that may wait while training goes on, on CUDA in page-locked memory
 
 
 def make_loaders(
@@ -66,11 +66,21 @@ def make_loaders(
     val = create_dataloader(
         spec.val, imgsz, batch_size, stride, cache=cache, rect=True, pad=0.5, prefix="val: ", **common
     )
-    if shared_bytes(val[0].num_workers, val[0].batch_size * 3 * imgsz**2) <= PREPARED_BYTES:
-        val[0].repeat()  # a small set is validated before workers could have started on it
+    if waits_whole(val[0], imgsz):
+        val[0].repeat()
     train[0].stall.limit_s = val[0].stall.limit_s = options.stall_warning
     train[0].fill_pool()
     return train, val
+
+
+def waits_whole(loader: EpochLoader, imgsz: int) -> bool:
+    """Whether a whole pass fits into the batches that workers prepare ahead, and those take little memory.
+
+    Then the next validation had better be prepared during training: the network is through with so few pictures before
+    workers that begin with the validation have made the first batch.
+    """
+    ahead = loader.num_workers * PREFETCH
+    return len(loader) <= ahead and shared_bytes(loader.num_workers, loader.batch_size * 3 * imgsz**2) <= PREPARED_BYTES
 
 
 def idle_caches(options: TrainOptions) -> list[str]:

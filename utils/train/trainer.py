@@ -15,6 +15,7 @@ from torch import Tensor
 
 from models.checkpoint import Checkpoint, build_model, load_checkpoint, strip_optimizer
 from models.flops import flops
+from models.replay import Replay
 from utils.data.prefetch import DevicePrefetcher
 from utils.data.report import say_unread, write_data_report
 from utils.data.sampling import class_weights, image_weights
@@ -27,7 +28,7 @@ from utils.files import increment_path, lock_folder, write_yaml
 from utils.log import LOGGER, counted, progress
 from utils.options import Hyp, TrainOptions
 from utils.preflight import apply_alloc_conf, preflight
-from utils.runtime import check_img_size, init_seeds, is_out_of_memory, limit_threads, select_device
+from utils.runtime import check_img_size, init_seeds, is_out_of_memory, limit_threads, place, select_device
 from utils.train.autobatch import find_batch_size
 from utils.train.batch_pass import CapturedPass, make_batch_pass
 from utils.train.ema import ModelEMA
@@ -74,8 +75,7 @@ class Trainer:
         self.hyp = Hyp.from_mapping(resume.hyp) if resume else self.options.load_hyp()
         check_demands(self.options, self.hyp, self.device)
         preflight(self.device).log()
-        varies = self.options.multi_scale or self.options.rect  # trying algorithms for each size takes seconds
-        init_seeds(self.options.seed, self.options.deterministic, autotune=not varies)
+        init_seeds(self.options.seed, self.options.deterministic, autotune=not self.options.varies_sizes)
         self.spec = load_data(self.options)
         self.start_epoch = self.epoch = resume.epoch + 1 if resume else 0
         self.amp_dtype = amp_dtype(self.device, self.options)
@@ -92,9 +92,7 @@ class Trainer:
         self.model.info(imgsz=self.options.imgsz)
         self.model.hyp = {**self.hyp.to_dict(), "label_smoothing": self.options.label_smoothing}
         self.frozen = freeze_model(self.model, self.options.freeze)
-        self.model.to(self.device)
-        if self.device.type == "cuda":
-            self.model.to(memory_format=torch.channels_last)
+        place(self.model, self.device)
         self.model.grad_checkpoint = self.options.grad_checkpoint
         if self.options.grad_checkpoint:
             LOGGER.info(str(self.model.checkpoint_plan()))
@@ -122,6 +120,7 @@ class Trainer:
             device=self.device,
         )
         self.batch_size = min(self.batch_size, len(self.train_set))  # the loader does not repeat pictures to fill one
+        self.replay = Replay(is_off=not options.cuda_graphs, most=3, keeps_results=False)
         self.validator = self._make_validator()
 
     def _make_validator(self, **outputs: Any) -> Validator:
@@ -132,7 +131,7 @@ class Trainer:
             dtype=self.amp_dtype,
             single_cls=self.options.single_cls,
             loss_fn=self.loss_fn,
-            cuda_graphs=self.options.cuda_graphs,
+            replay=self.replay,
             **outputs,
         )
 
@@ -159,6 +158,7 @@ class Trainer:
             self.scaler,
             device=self.device,
             use_graphs=self.options.cuda_graphs,
+            pool=self.replay.pool,
             amp_dtype=self.amp_dtype,
             loss_weight=QUAD if self.options.quad else 1.0,
         )
@@ -258,6 +258,8 @@ class Trainer:
         except (KeyboardInterrupt, OSError):
             say_what_is_left(self)
             raise
+        finally:
+            self.val_loader.close()
 
     def begin_epoch(self, epoch: int) -> None:
         """Set everything that depends on the epoch: mosaic, data order, training mode."""
@@ -396,7 +398,7 @@ class Trainer:
         if self.has_best:
             strip_optimizer(self.best)
             LOGGER.info(f"\nValidating {self.best}")
-            model = build_model(load_checkpoint(self.best)).to(self.device).eval().fuse()
+            model = place(build_model(load_checkpoint(self.best)).eval().fuse(), self.device)
             final = self._make_validator(save_dir=self.save_dir, plots=not self.options.noplots, verbose=True)
             result = final.run(model)
             write_evaluation(result, self.save_dir, use_pictures=not self.options.noplots)
