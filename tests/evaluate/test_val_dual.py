@@ -16,6 +16,7 @@ import torch
 import val_dual
 from models.checkpoint import Checkpoint, save_checkpoint
 from models.graph import DetectionModel
+from models.replay import Replay
 from utils.data.loader import create_dataloader
 from utils.data.spec import load_data_spec
 from utils.evaluate import plots, tasks
@@ -101,6 +102,19 @@ def test_weights_of_both_heads_agree_with_themselves(shapes_dataset, weights, mo
     unfused = Validator(loader, names=model.names, device="cpu", max_det=4, loss_fn=ComputeLoss(model)).run(model)
     assert unfused.summary()[:4] == pytest.approx(result.summary()[:4], abs=0.02)
     assert all(loss > 0 for loss in unfused.losses)
+
+
+def test_only_networks_of_torch_are_replayed(shapes_dataset, weights, tmp_path, monkeypatch):
+    from utils.deploy.exporter import export
+    from utils.options import ExportOptions
+
+    replays = []
+    monkeypatch.setattr(tasks, "Replay", lambda **settings: replays.append(Replay(**settings)) or replays[-1])
+    file = shutil.copy(weights("yolov9-t"), tmp_path)
+    (exported, *_), _ = export(ExportOptions(weights=[file], include=["torchscript"], imgsz=[128], batch_size=4))
+    for path, cuda_graphs in ((file, True), (file, False), (exported, True)):
+        measure(shapes_dataset, path, tmp_path, imgsz=128, batch_size=4, cuda_graphs=cuda_graphs)
+    assert [replay.is_off for replay in replays] == [False, True, True]
 
 
 @pytest.mark.parametrize("include", ["torchscript", "onnx"])

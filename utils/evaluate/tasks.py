@@ -88,7 +88,9 @@ def _validate(options: ValOptions, weights: str, recorder: WarningRecorder) -> V
     write_data_report(
         {"val": dataset.report}, spec.names, imgsz, save_dir, single_cls=options.single_cls, use_sheets=False
     )
-    validator = _make_validator(options, spec, loader, save_dir, device, _use_half(options, model, device), slicing)
+    half = _use_half(options, model, device)
+    replay = Replay(is_off=not (options.cuda_graphs and model.pt), keeps_results=False)
+    validator = _make_validator(options, spec, loader, save_dir, device, half, slicing, replay)
     model.warmup((model.batch_size or 1, 3, imgsz, imgsz))
     result = validator.run(model)
     say_unread(dataset.broken_files(), len(dataset))
@@ -247,6 +249,7 @@ def _make_validator(
     device: torch.device,
     half: bool,
     slicing: Slicing | None,
+    replay: Replay,
 ) -> Validator:
     is_split = options.task in SPLITS
     is_coco = spec.is_coco and spec.nc == 80
@@ -272,7 +275,7 @@ def _make_validator(
         is_coco=is_coco,
         json_name=f"{Path(options.weights[0]).stem}_predictions.json",
         slicing=slicing,
-        replay=Replay(is_off=not options.cuda_graphs, keeps_results=False),
+        replay=replay,
     )
 
 
