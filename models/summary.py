@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import cv2
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from models.flops import count_operations, flops
 from models.parse import read_rows
 from models.reparam import is_fused, single_head_skeleton
 from utils.log import LOGGER
+from utils.runtime import synchronise
 
 if TYPE_CHECKING:
     from models.graph import DetectionModel
@@ -96,8 +96,8 @@ def profile_row(row: nn.Module, inputs: object) -> tuple[object, RowProfile]:
 
 def _synchronize(row: nn.Module, inputs: object) -> None:
     tensor = next(row.parameters(), inputs[0] if isinstance(inputs, (list, tuple)) else inputs)
-    if isinstance(tensor, Tensor) and tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)
+    if isinstance(tensor, Tensor):
+        synchronise(tensor.device)
 
 
 def log_profile(rows: list[RowProfile]) -> None:

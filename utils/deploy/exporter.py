@@ -31,7 +31,7 @@ from utils.files import FULL, atomic_write, write_error
 from utils.log import LOGGER
 from utils.nms import non_max_suppression
 from utils.options import ExportOptions
-from utils.runtime import check_img_size, is_out_of_memory, select_device
+from utils.runtime import check_img_size, is_out_of_memory, select_device, synchronise
 
 EXPORT_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, ImportError, OSError)
 """What reading weights and the exporters of torch raise; the other formats are still written after one of these."""
@@ -285,8 +285,7 @@ def time_per_image_ms(runner: Runner, job: ExportJob) -> float:
     for run in range(WARM_UP_RUNS + TIMED_RUNS):
         started = time.perf_counter()
         runner(images)
-        if job.device.type == "cuda":
-            torch.cuda.synchronize(job.device)
+        synchronise(job.device)
         if run >= WARM_UP_RUNS:
             durations.append(time.perf_counter() - started)
     return 1000 * statistics.median(durations) / len(images)
