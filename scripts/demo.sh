@@ -65,7 +65,7 @@ fi
 step "done"
 cat <<TEXT
 accuracy     $(best_map "$out/train/results.csv") on $VAL_PICTURES validation pictures
-training     $out/train (results.csv, results.png, weights/best.pt)
+training     $out/train (report.html for the browser, results.csv, weights/best.pt)
 validation   $out/val (curves, confusion matrix, pictures with labels and predictions)
 detections   $out/detect (look at the pictures)
 ONNX         $onnx_note
