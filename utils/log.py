@@ -126,9 +126,9 @@ class CountedWarnings:
         self.counts.clear()
 
 
-def counted(number: int, noun: str) -> str:
-    """Return ``number`` with ``noun`` in the plural where it should be: 1 epoch, 2 epochs."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Return ``number`` with ``noun``, in the plural (by default with an s) where it should be: 1 epoch, 2 epochs."""
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
 
 
 def colorstr(*words: object) -> str:

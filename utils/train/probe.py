@@ -183,7 +183,10 @@ def profile_loader(
             profile.launch_s.append(launched)
             profile.images += parts.count(batch)
     if not profile.steps:
-        raise ValueError(f"the data set has no more than {warmup} batches, too few to profile: take a smaller --batch")
+        raise ValueError(
+            f"the data set has no more than {warmup} batches, too few to profile: "
+            "take a smaller --batch, or more pictures"
+        )
     return profile
 
 

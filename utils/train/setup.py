@@ -19,7 +19,7 @@ from models.transfer import advice, name_differences, transfer_weights
 from utils.data.spec import DataSpec, load_data_spec
 from utils.files import REPO_ROOT, find_file
 from utils.kernels.check import fused_kernels_work
-from utils.log import LOGGER
+from utils.log import LOGGER, counted
 from utils.options import YAML_SUFFIXES, Hyp, TrainOptions
 from utils.runtime import refuse_distributed
 from utils.train.loaders import check_device
@@ -336,15 +336,16 @@ def make_schedule(options: TrainOptions, hyp: Hyp, batch_size: int, batches_per_
         LOGGER.warning(f"{options.schedule_flags[0]} is used, {' and '.join(ignored)} ignored: one schedule at a time")
     if options.accumulate > batches_per_epoch:
         LOGGER.warning(
-            f"--accumulate {options.accumulate}: an epoch has only {batches_per_epoch} batches and ends with an "
-            f"optimizer step. --accumulate {batches_per_epoch} makes the same steps, with a weight decay that fits them"
+            f"--accumulate {options.accumulate}: an epoch has only {counted(batches_per_epoch, 'batch', 'batches')} "
+            f"and ends with an optimizer step. --accumulate {batches_per_epoch} makes the same steps, with a weight "
+            "decay that fits them"
         )
     batches, updates = options.epochs * batches_per_epoch, options.epochs * math.ceil(batches_per_epoch / accumulate)
     if steps > batches / 2 or (updates < FEW_UPDATES and not options.weights):
         LOGGER.warning(
-            f"the run has {batches} batches, {min(steps, batches)} of them warm-up, and makes about {updates} "
-            f"optimizer steps; a new model needs at least {FEW_UPDATES}. More --epochs, --accumulate 1 or pretrained "
-            "--weights help"
+            f"the run has {counted(batches, 'batch', 'batches')}, {min(steps, batches)} of them warm-up, and makes "
+            f"about {counted(updates, 'optimizer step')}; a new model needs at least {FEW_UPDATES}. More --epochs, "
+            "--accumulate 1 or pretrained --weights help"
         )
     if warning := describe_restarts(schedule):
         LOGGER.warning(warning)
