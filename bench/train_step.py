@@ -27,7 +27,7 @@ from bench.records import append_record
 from models.blocks import use_fused_kernels
 from models.flops import flops
 from models.graph import DetectionModel
-from utils.runtime import init_seeds, select_device
+from utils.runtime import init_seeds, place, select_device
 from utils.train.batch_pass import BatchPass, CapturedPass, prepare_images
 from utils.train.ema import ModelEMA
 from utils.train.loss import ComputeLoss
@@ -71,7 +71,7 @@ class Stepper:
     def __init__(self, arguments: argparse.Namespace, way: str, device: torch.device) -> None:
         init_seeds(0, autotune=not arguments.no_autotune)
         self.device = device
-        self.model = DetectionModel(arguments.cfg).to(device, memory_format=torch.channels_last).train()
+        self.model = place(DetectionModel(arguments.cfg), device).train()
         self.model.grad_checkpoint = arguments.grad_checkpoint
         uses_kernels = way.startswith("kernels")
         if uses_kernels:

@@ -90,7 +90,7 @@ class DetectMultiBackend(nn.Module):
         fallback, absent = _names_in(data) if data else (None, None)
         self.runner: Runner = self._open(path, dnn, fallback, fp16 and self._may_halve(path), fuse)
         if isinstance(self.runner, TorchRunner):
-            self.runner.replay = Replay(is_off=not cuda_graphs)
+            self.runner.replay.is_off = not cuda_graphs
         self.names, self.stride, self.fp16 = self.runner.names, self.runner.stride, self.runner.fp16
         if absent is not None:
             self._do_without(absent, path)

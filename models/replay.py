@@ -70,11 +70,6 @@ class Replay:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
 
-    def forget(self) -> None:
-        """Drop all recordings and their memory."""
-        with self._lock:
-            self._forget()
-
     def __call__(
         self,
         network: Network,

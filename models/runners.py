@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from models.checkpoint import complete_names
 from utils.files import read_yaml
 from utils.log import LOGGER
+from utils.runtime import place
 
 UNNAMED_CLASSES = 999
 """How many numbered names a file without names gets when its output does not tell the number of classes."""
@@ -56,8 +57,7 @@ class ScriptRunner(nn.Module):
                 self.model = torch.jit.load(str(path), map_location=device, _extra_files=extra).eval()
         except RuntimeError as error:
             raise ValueError(f"{path} is not a readable TorchScript file: {str(error).splitlines()[0]}") from error
-        if device.type == "cuda":
-            self.model.to(memory_format=torch.channels_last)  # for which a GPU has its fastest convolutions
+        place(self.model, device)
         config = _json_object(extra["config.txt"], path)
         self.fp16 = any(weight.dtype == torch.float16 for weight in self.model.parameters())
         self.static_shape = None if config.get("dynamic_hw") or "shape" not in config else _sides(config["shape"], path)

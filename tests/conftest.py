@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -45,6 +46,17 @@ def new_threads() -> Callable[[], list[str]]:
     """
     before = set(threading.enumerate())
     return lambda: [thread.name for thread in threading.enumerate() if thread not in before]
+
+
+@pytest.fixture
+def messages(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """All log messages of a test."""
+    from utils.log import LOGGER
+
+    seen: list[str] = []
+    monkeypatch.setattr(LOGGER, "handle", lambda record: seen.append(record.getMessage()))
+    LOGGER.setLevel(logging.INFO)
+    return seen
 
 
 @pytest.fixture

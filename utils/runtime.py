@@ -140,10 +140,15 @@ def memory_gb(device: torch.device) -> float:
     return torch.cuda.memory_reserved(device) / 1e9 if device.type == "cuda" else 0.0
 
 
+def picture_layout(device: torch.device) -> torch.memory_format:
+    """Return the layout of pictures and weights for which a device has its fastest convolutions."""
+    return torch.channels_last if device.type == "cuda" else torch.contiguous_format
+
+
 def place(model: nn.Module, device: torch.device) -> nn.Module:
-    """Move a model to a device, on CUDA in the layout for which it has its fastest convolutions; return it."""
+    """Move a model to a device, on CUDA in its :func:`picture_layout`; return it."""
     if device.type == "cuda":
-        return model.to(device, memory_format=torch.channels_last)
+        return model.to(device, memory_format=picture_layout(device))
     return model.to(device)
 
 
@@ -155,7 +160,7 @@ def wake(device: torch.device) -> None:
 
 def _first_computation(device: torch.device) -> None:
     with contextlib.suppress(RuntimeError), torch.no_grad():  # whoever needs the device will meet the error as well
-        image = torch.zeros(1, 8, 32, 32, device=device).contiguous(memory_format=torch.channels_last)
+        image = torch.zeros(1, 8, 32, 32, device=device).contiguous(memory_format=picture_layout(device))
         torch.nn.functional.conv2d(image, torch.zeros(8, 8, 3, 3, device=device))
 
 

@@ -6,7 +6,7 @@ import builtins
 import copy
 import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,6 @@ from models.heads import lead_prediction
 from models.runners import lead_output
 from tests.reference.tiny import tiny_dual
 from utils.files import write_yaml
-from utils.log import LOGGER
 
 ort = pytest.importorskip("onnxruntime")
 onnx = pytest.importorskip("onnx")
@@ -142,22 +141,15 @@ def test_names_come_from_file_then_data_then_numbers(upstream_files: dict[str, P
     assert DetectMultiBackend(upstream_files["onnx"]).names == {0: "class0", 1: "class1", 2: "class2"}
 
 
-@pytest.fixture
-def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    LOGGER.addHandler(caplog.handler)
-    yield caplog
-    LOGGER.removeHandler(caplog.handler)
-
-
 @pytest.mark.parametrize("kind", ["pt", "torchscript"])
 def test_data_file_that_is_missing_and_not_needed_is_told(
-    weights: Path, upstream_files: dict[str, Path], kind: str, log: pytest.LogCaptureFixture
+    weights: Path, upstream_files: dict[str, Path], kind: str, messages: list[str]
 ) -> None:
     path = weights if kind == "pt" else upstream_files[kind]
     names = DetectMultiBackend(path).names
-    log.clear()
+    messages.clear()
     assert DetectMultiBackend(path, data="data/coco128.yaml").names == names
-    (message,) = log.messages
+    (message,) = messages
     assert "--data 'data/coco128.yaml' not found" in message
     assert f"not needed, {path.name} names its classes" in message
 
@@ -177,11 +169,11 @@ def test_data_file_is_looked_for_as_in_training(
 
 @pytest.mark.parametrize("kind", ["pt", "torchscript", "onnx"])
 def test_opencv_is_asked_for_with_another_kind_of_file(
-    weights: Path, upstream_files: dict[str, Path], kind: str, log: pytest.LogCaptureFixture
+    weights: Path, upstream_files: dict[str, Path], kind: str, messages: list[str]
 ) -> None:
     path = weights if kind == "pt" else upstream_files[kind]
     DetectMultiBackend(path, dnn=True)
-    told = [message for message in log.messages if message.startswith("--dnn has no effect on")]
+    told = [message for message in messages if message.startswith("--dnn has no effect on")]
     assert [path.name in message for message in told] == ([] if kind == "onnx" else [True])
 
 

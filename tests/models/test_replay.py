@@ -94,6 +94,13 @@ def pictures(side: int, seed: int = 0, batch: int = 2) -> Tensor:
     return random_images(seed, (batch, 3, side, side))
 
 
+def assert_right(network: Doubler, replayed: StandIn, batch: int = 2) -> None:
+    """Results are those of the network before, while and after the pass of a shape is recorded."""
+    for seed in range(RECORDED + 3):
+        images = pictures(8, seed, batch)
+        assert torch.equal(replayed.of(network, images), 2 * images + 8)
+
+
 @pytest.fixture
 def weights(tmp_path: Path) -> Path:
     model = DetectionModel("yolov9-t.yaml", nc=5)
@@ -106,9 +113,7 @@ def weights(tmp_path: Path) -> Path:
 
 def test_a_shape_is_recorded_when_it_keeps_coming(doubler: tuple[Doubler, StandIn]) -> None:
     network, replayed = doubler
-    for seed in range(RECORDED + 3):
-        images = pictures(8, seed)
-        assert torch.equal(replayed.of(network, images), 2 * images + 8)
+    assert_right(network, replayed)
     assert network.calls == RECORDED
     assert len(replayed.recordings) == 1
 
@@ -147,24 +152,12 @@ def test_results_that_need_not_last_are_overwritten(doubler: tuple[Doubler, Stan
     assert torch.equal(results[-1], 2 * pictures(8, RECORDED + 1) + 8)
 
 
-@pytest.mark.parametrize("fault", [1.0, float("nan")])
-def test_a_recording_that_computes_something_else_is_not_used(
-    doubler: tuple[Doubler, StandIn], fault: float, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("name", "value"), [("fault", 1.0), ("fault", float("nan")), ("is_empty", True)])
+def test_a_recording_that_computes_something_else_or_nothing_is_not_used(
+    doubler: tuple[Doubler, StandIn], name: str, value: object, caplog: pytest.LogCaptureFixture
 ) -> None:
-    network, replayed = doubler
-    replayed.fault = fault
-    for seed in range(RECORDED + 3):
-        images = pictures(8, seed)
-        assert torch.equal(replayed.of(network, images), 2 * images + 8)
-    assert "CUDA graphs are off" in caplog.text
-
-
-def test_a_recording_of_nothing_is_not_used(doubler: tuple[Doubler, StandIn], caplog: pytest.LogCaptureFixture) -> None:
-    network, replayed = doubler
-    replayed.is_empty = True
-    for seed in range(RECORDED + 3):
-        images = pictures(8, seed)
-        assert torch.equal(replayed.of(network, images), 2 * images + 8)
+    setattr(doubler[1], name, value)
+    assert_right(*doubler)
     assert "CUDA graphs are off" in caplog.text
 
 
@@ -191,9 +184,7 @@ def test_nested_results_are_compared_as_a_whole() -> None:
 def test_there_are_only_so_many_recordings(doubler: tuple[Doubler, StandIn]) -> None:
     network, replayed = doubler
     for batch in range(1, replayed.most + 4):
-        for seed in range(RECORDED + 1):
-            images = pictures(8, seed, batch)
-            assert torch.equal(replayed.of(network, images), 2 * images + 8)
+        assert_right(network, replayed, batch)
     assert len(replayed.recordings) == replayed.most
 
 
@@ -221,9 +212,7 @@ def test_without_luck_the_network_is_called_as_before(
 ) -> None:
     network, replayed = doubler
     replayed.failure = torch.OutOfMemoryError("out of memory\nmore")
-    for seed in range(RECORDED + 3):
-        images = pictures(8, seed)
-        assert torch.equal(replayed.of(network, images), 2 * images + 8)
+    assert_right(network, replayed)
     assert network.calls == RECORDED + 3
     assert caplog.text.count("CUDA graphs are off") == 1
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from utils.log import LOGGER
 from utils.options import TrainOptions
 from utils.train.autobatch import CPU_BATCH, TRIED, find_batch_size
 from utils.train.trainer import Trainer
@@ -18,14 +17,6 @@ from utils.train.trainer import Trainer
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 MIB, GIB = 2**20, 2**30
 SIDE = 64
-
-
-@pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """All messages that a test logs."""
-    seen: list[str] = []
-    monkeypatch.setattr(LOGGER, "handle", lambda record: seen.append(record.getMessage()))
-    return seen
 
 
 class OnCpu(TorchFunctionMode):
@@ -100,9 +91,9 @@ def test_a_card_that_is_too_small_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         card.find()
 
 
-def test_the_line_says_what_was_measured(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
+def test_the_line_says_what_was_measured(monkeypatch: pytest.MonkeyPatch, messages: list[str]) -> None:
     Card(monkeypatch, free=10 * GIB, fixed=GIB, per_image=200 * MIB).find()
-    assert said == ["--batch -1: 35 (200 MiB per image, 10.0 GiB free, about 7.8 GiB will be used)"]
+    assert messages == ["--batch -1: 35 (200 MiB per image, 10.0 GiB free, about 7.8 GiB will be used)"]
 
 
 def test_the_network_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,6 +106,6 @@ def test_the_network_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(parameter.grad is None for parameter in network.parameters())
 
 
-def test_without_a_card_a_usual_batch_is_taken(make_options: Callable[..., TrainOptions], said: list[str]) -> None:
+def test_without_a_card_a_usual_batch_is_taken(make_options: Callable[..., TrainOptions], messages: list[str]) -> None:
     assert Trainer(make_options(batch_size=-1)).batch_size == CPU_BATCH
-    assert f"--batch -1: no CUDA device to measure, batch {CPU_BATCH} is used" in said
+    assert f"--batch -1: no CUDA device to measure, batch {CPU_BATCH} is used" in messages

@@ -8,21 +8,12 @@ from collections.abc import Callable
 import pytest
 
 from tests.reference.tiny import tiny_dual
-from utils.log import LOGGER
 from utils.options import Hyp, TrainOptions
 from utils.train.schedule import describe_mosaic, has_mosaic
 from utils.train.setup import freeze_model, make_schedule
 from utils.train.trainer import Trainer
 
 MakeOptions = Callable[..., TrainOptions]
-
-
-@pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """All messages that a test logs."""
-    seen: list[str] = []
-    monkeypatch.setattr(LOGGER, "handle", lambda record: seen.append(record.getMessage()))
-    return seen
 
 
 # --- --freeze ---------------------------------------------------------------------------------------------------------
@@ -34,12 +25,12 @@ def named_layers(text: str) -> list[int]:
     return [int(number) for number in numbers.split(", ")]
 
 
-def test_freeze_0_freezes_nothing_and_says_how_to_freeze_the_first_ten(said: list[str]) -> None:
+def test_freeze_0_freezes_nothing_and_says_how_to_freeze_the_first_ten(messages: list[str]) -> None:
     """Some guides take --freeze 0 for the first ten layers; it has always meant none."""
     model = tiny_dual().requires_grad_(True)
     assert freeze_model(model, [0]) == []
     assert all(parameter.requires_grad for parameter in model.parameters())
-    (line,) = said
+    (line,) = messages
     assert "0 layers stand still" in line
     assert "--freeze 10 freezes the first ten" in line and "--freeze backbone" in line
 
@@ -48,11 +39,11 @@ def test_freeze_0_freezes_nothing_and_says_how_to_freeze_the_first_ten(said: lis
     ("freeze", "layers"),
     [([1], [0]), ([3], [0, 1, 2]), ([0, 3], [0, 3]), ([10], list(range(10))), (["backbone"], list(range(10)))],
 )
-def test_freeze_names_each_layer(freeze: list[int | str], layers: list[int], said: list[str]) -> None:
+def test_freeze_names_each_layer(freeze: list[int | str], layers: list[int], messages: list[str]) -> None:
     """A single number is how many of the first layers stand still, not the number of one layer."""
     model = tiny_dual().requires_grad_(True)
     freeze_model(model, freeze)
-    (line,) = said
+    (line,) = messages
     assert named_layers(line) == layers
     still = {int(name.split(".")[1]) for name, p in model.named_parameters() if not p.requires_grad}
     moving = {int(name.split(".")[1]) for name, p in model.named_parameters() if p.requires_grad}
@@ -85,7 +76,7 @@ def test_open_mosaic_without_mosaics_is_told() -> None:
     assert sentence.startswith("Mosaic: off in all epochs (the hyper-parameter mosaic is 0")
 
 
-def test_a_run_begins_with_the_sentence_and_keeps_to_it(make_options: MakeOptions, said: list[str]) -> None:
+def test_a_run_begins_with_the_sentence_and_keeps_to_it(make_options: MakeOptions, messages: list[str]) -> None:
     trainer = Trainer(make_options(epochs=3, open_mosaic=1, close_mosaic=1, mosaic=1.0))
     mosaics = []
     set_epoch = trainer.train_loader.set_epoch
@@ -95,7 +86,7 @@ def test_a_run_begins_with_the_sentence_and_keeps_to_it(make_options: MakeOption
     )
     trainer.fit()
     assert mosaics == [False, True, False]
-    assert sum("Mosaic: on in epochs 1 to 1 of 0 to 2" in line for line in said) == 1
+    assert sum("Mosaic: on in epochs 1 to 1 of 0 to 2" in line for line in messages) == 1
 
 
 # --- --accumulate -----------------------------------------------------------------------------------------------------
@@ -111,13 +102,13 @@ def test_a_run_begins_with_the_sentence_and_keeps_to_it(make_options: MakeOption
         ({"accumulate": 5}, 8, "batch 8 x accumulate 5 = 40 images per optimizer step"),
     ],
 )
-def test_images_of_an_optimizer_step(options: dict[str, int], batch: int, words: str, said: list[str]) -> None:
+def test_images_of_an_optimizer_step(options: dict[str, int], batch: int, words: str, messages: list[str]) -> None:
     schedule = make_schedule(TrainOptions(**options), Hyp(), batch, 1000)
-    (line,) = (line for line in said if line.startswith("Schedule: "))
+    (line,) = (line for line in messages if line.startswith("Schedule: "))
     assert line.endswith(words)
     assert schedule.at(10**6, 0).accumulate == int(words.split("accumulate ")[1].split()[0])
 
 
-def test_the_run_says_it_once(make_options: MakeOptions, said: list[str]) -> None:
+def test_the_run_says_it_once(make_options: MakeOptions, messages: list[str]) -> None:
     Trainer(make_options(accumulate=3))
-    assert sum("batch 8 x accumulate 3 = 24 images per optimizer step" in line for line in said) == 1
+    assert sum("batch 8 x accumulate 3 = 24 images per optimizer step" in line for line in messages) == 1

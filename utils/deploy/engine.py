@@ -24,7 +24,7 @@ from utils.deploy.views import Batch, Done, Skipped, View, grouped, reassembled,
 from utils.log import LOGGER
 from utils.nms import non_max_suppression
 from utils.options.base import SLICE_AS_INPUT
-from utils.runtime import check_img_size, is_out_of_memory, synchronise
+from utils.runtime import check_img_size, is_out_of_memory, picture_layout, synchronise
 from utils.slicing import merge_slices, picture_windows
 
 Step = Iterator[Batch | Skipped]
@@ -265,5 +265,5 @@ def input_size(model: Backend, imgsz: Sequence[int]) -> tuple[list[int], bool]:
 
 def as_network_input(images: Tensor) -> Tensor:
     """Turn (B, H, W, 3) uint8 BGR into (B, 3, H, W) float RGB 0 … 1 on its device, on CUDA laid out channels last."""
-    layout = torch.channels_last if images.is_cuda else torch.contiguous_format
+    layout = picture_layout(images.device)
     return images.flip(3).permute(0, 3, 1, 2).contiguous(memory_format=layout).float() / 255

@@ -28,7 +28,7 @@ from utils.evaluate.scene import AllFindings, Findings, Scene
 from utils.evaluate.sliced import Slicing
 from utils.log import LOGGER, progress
 from utils.nms import non_max_suppression
-from utils.runtime import autocast, synchronise
+from utils.runtime import autocast, picture_layout, synchronise
 
 __all__ = ["ValResult", "Validator"]
 
@@ -185,8 +185,7 @@ class Validator:
     def _look(self, model: nn.Module, images: Tensor, targets: Tensor | None, tally: _Tally) -> list[Tensor]:
         """Run network and suppression: detections (n, 6) of each of (B, 3, H, W) uint8; count losses and times."""
         start = self._clock()
-        layout = torch.channels_last if self.device.type == "cuda" else torch.contiguous_format
-        inputs = images.to(self.device, non_blocking=True).contiguous(memory_format=layout)
+        inputs = images.to(self.device, non_blocking=True).contiguous(memory_format=picture_layout(self.device))
         inputs = inputs.float() / 255 if self.replay is None else inputs  # a recorded pass begins with it
         ready = self._clock()
         output = self._pass(model, inputs)

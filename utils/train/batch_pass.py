@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from utils.log import LOGGER
-from utils.runtime import GraphPool, autocast, device_lock
+from utils.runtime import GraphPool, autocast, device_lock, picture_layout, synchronise
 
 LossFunction = Callable[..., tuple[Tensor, Tensor]]
 
@@ -31,7 +31,7 @@ def prepare_images(images: Tensor, dtype: torch.dtype = torch.float32, size: tup
     On CUDA the result is laid out channels last. Dividing after the conversion to a short type gives the same bits as
     before it: all 256 levels are exact in each of them.
     """
-    layout = torch.channels_last if images.device.type == "cuda" else torch.preserve_format
+    layout = picture_layout(images.device)
     if size is None or tuple(images.shape[-2:]) == tuple(size):
         return images.to(dtype, memory_format=layout).div_(255)
     resized = functional.interpolate(images.float() / 255, size, mode="bilinear", align_corners=False)
@@ -154,7 +154,7 @@ class CapturedPass(BatchPass):
         align_gradients(self.model)
         try:
             with device_lock:  # nobody may wait for the whole device meanwhile
-                torch.cuda.synchronize(self.device)
+                synchronise(self.device)
                 torch.cuda.empty_cache()  # what plain passes have left: the graphs have memory of their own
                 recording = self._captured(kind, images, capacity)
         except RuntimeError as error:  # torch's and CUDA's own kinds derive from it
