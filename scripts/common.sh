@@ -11,6 +11,7 @@
 set -o pipefail # pip_install reads the status of a pipeline
 REPO_ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 YOLO_VENV=${YOLO_VENV:-$REPO_ROOT/.venv}
+NEEDED_GB=12 # PyTorch with its CUDA libraries: 6.5 GB unpacked, and the downloads until that is done
 CV2_LIBRARY_PATTERN='cannot open shared object file|DLL load failed'
 
 say() {
@@ -35,6 +36,14 @@ find_python() { # prints the first interpreter of version 3.10 or newer
         fi
     done
     return 1
+}
+
+check_space() { # FOLDER says so where the file system of FOLDER has less room than an installation takes
+    local free
+    free=$(df -Pk "$1" 2>/dev/null | awk 'NR == 2 { print int($4 / 1048576) }') || return 0
+    if [ -n "$free" ] && [ "$free" -lt "$NEEDED_GB" ]; then
+        say "only $free GB are free for $1, and the installation may take $NEEDED_GB; YOLO_VENV=FOLDER puts it elsewhere"
+    fi
 }
 
 make_venv() { # makes $YOLO_VENV unless it works already, and sets PYTHON to its interpreter
@@ -68,6 +77,10 @@ pip_install() { # ARGUMENT... shows what is fetched, keeps the whole output in a
     done || status=$?
     if [ "$status" -ne 0 ]; then
         tail -n 15 "$log" >&2
+        if grep -q "No space left on device" "$log"; then
+            die "the disk is full: free $NEEDED_GB GB (pip keeps old downloads: $PYTHON -m pip cache purge), or set" \
+                "YOLO_VENV to a folder on another disk and TMPDIR to one for the downloads, and start again"
+        fi
     fi
     return "$status"
 }
@@ -142,6 +155,7 @@ use_environment() { # FILE... sets PYTHON; installs the packages of the requirem
     if [ -f "$stamp_file" ] && [ "$(cat "$stamp_file")" = "$stamp" ]; then
         return 0
     fi
+    check_space "$YOLO_VENV"
     say "installing ${names%+} (the first time this fetches several GB: PyTorch brings its CUDA libraries)"
     write_requirements "$wanted" "$@"
     pip_install -r "$wanted" || die "installation failed (see above); whole output: $YOLO_VENV/pip.log"

@@ -240,6 +240,30 @@ def test_failed_installation_shows_pip_and_leaves_no_stamp(tmp_path: Path) -> No
 
 
 @needs_bash
+def test_full_disk_is_told_with_what_helps(tmp_path: Path) -> None:
+    write_program(
+        tmp_path / "venv/bin/python",
+        'case "$*" in *" install "*) echo "ERROR: [Errno 28] No space left on device"; exit 1 ;; '
+        "*hashlib*) cat | wc -c ;; esac\n",
+    )
+    write_program(tmp_path / "bin/df", 'echo "Filesystem 1024-blocks Used Available"; echo "/dev/vda 9 9 3145728"\n')
+    (tmp_path / "requirements.txt").write_text("numpy\n", encoding="utf-8")
+    body = f"PATH='{tmp_path}/bin':$PATH; use_environment '{tmp_path}/requirements.txt'"
+    run = run_bash(body, YOLO_VENV=tmp_path / "venv")
+    assert run.returncode == 1
+    assert "only 3 GB are free" in run.stdout and "YOLO_VENV" in run.stdout
+    assert "the disk is full" in run.stderr and "TMPDIR" in run.stderr
+
+
+@needs_bash
+@pytest.mark.parametrize("answer", ['echo "Filesystem"; echo "/dev/vda 9 9 99999999"', "exit 1", ":"])
+def test_enough_space_or_none_known_is_no_matter(tmp_path: Path, answer: str) -> None:
+    write_program(tmp_path / "bin/df", answer + "\n")
+    run = run_bash(f"PATH='{tmp_path}/bin':$PATH; check_space '{tmp_path}'; echo on")
+    assert (run.returncode, run.stdout) == (0, "on\n")
+
+
+@needs_bash
 def test_old_python_is_passed_over(tmp_path: Path) -> None:
     write_program(tmp_path / "python3", "exit 1\n")  # as an interpreter older than 3.10 answers the question
     recent = write_program(tmp_path / "python3.12", "exit 0\n")
