@@ -1,6 +1,6 @@
 """Recall of small objects in large pictures, without and with slices.
 
-    python -m bench.slicing --weights best.pt --data ../shared/datasets/hituav/hituav.yaml --record
+    python -m bench.slicing --weights best.pt --data ../datasets/hituav/hituav.yaml --record
 
 Canvases of ``--side`` pixels are composed of the labelled pictures of a data set at their own size, in random order, so
 that objects keep their pixels while the canvas shrinks them for the network. Recall counts labels of the right class
