@@ -1,6 +1,6 @@
 """Do exported files find what the weights find? Worst differences over real pictures, and mAP of every format.
 
-    python bench/export_agreement.py --weights best.pt --pictures ../shared/datasets/bccd/images/val --imgsz 640
+    python bench/export_agreement.py --weights best.pt --pictures ../datasets/bccd/images/val --imgsz 640
     python bench/export_agreement.py --weights best.pt --pictures DIR --data data.yaml --include onnx openvino engine
 
 All formats see the same letterboxed pictures; each file's detections are paired with those of the .pt by place and
