@@ -73,10 +73,7 @@ class Clock:
 
     def close(self) -> None:
         """End the workers and threads."""
-        self.trainer.writer.close()
-        self.trainer.monitor.close()
-        self.trainer.train_loader.close()
-        self.trainer.val_loader.close()
+        self.trainer.close()
 
 
 def measure(options: TrainOptions, epochs: int) -> tuple[list[Times], int]:

@@ -78,9 +78,7 @@ def measure(options: TrainOptions, epochs: int) -> Figures:
                 pauses.append(time.perf_counter() - begun - trainer.monitor.total.elapsed_s)
         step_alone = measure_step(trainer)
     finally:
-        trainer.monitor.close()
-        trainer.train_loader.close()
-        trainer.lock = None
+        trainer.close()
     measured = records[1:]
     mean = {name: statistics.mean(record[name] for record in measured) for name in measured[0]}
     return Figures(

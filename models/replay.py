@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from utils.log import LOGGER
 from utils.runtime import GraphPool, device_lock
 
 PLAIN_CALLS = 3  # with one shape before it is recorded, which takes as long as some passes
@@ -137,10 +136,7 @@ class Replay:
             self.recordings[shape] = recording
         except RuntimeError as error:  # torch's and CUDA's own kinds derive from it
             self.is_off = True
-            self._forget()
-            self.pool.drop()
-            reason = str(error).splitlines()[0]
-            LOGGER.warning(f"CUDA graphs are off for inference: {reason}. --no-cuda-graphs avoids the attempt")
+            self.pool.give_up(self.recordings, "inference", error)
 
     def _captured(self, network: Network, images: Tensor, constants: Sequence[Tensor]) -> Recording:
         self._stream = self._stream or torch.cuda.Stream(images.device)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from models.checkpoint import complete_names
 from utils.files import read_yaml
-from utils.log import LOGGER
+from utils.log import LOGGER, first_line
 from utils.runtime import place
 
 UNNAMED_CLASSES = 999
@@ -56,7 +56,7 @@ class ScriptRunner(nn.Module):
                 warnings.simplefilter("ignore", FutureWarning)  # newer torch announces the end of TorchScript
                 self.model = torch.jit.load(str(path), map_location=device, _extra_files=extra).eval()
         except RuntimeError as error:
-            raise ValueError(f"{path} is not a readable TorchScript file: {str(error).splitlines()[0]}") from error
+            raise ValueError(f"{path} is not a readable TorchScript file: {first_line(error)}") from error
         place(self.model, device)
         config = _json_object(extra["config.txt"], path)
         self.fp16 = any(weight.dtype == torch.float16 for weight in self.model.parameters())
@@ -87,7 +87,7 @@ class OnnxRuntimeRunner:
         try:
             self.session = onnxruntime.InferenceSession(str(path), providers=providers)
         except Exception as error:  # its exception types are not importable under one stable name
-            raise ValueError(f"{path} is not a readable ONNX file: {str(error).splitlines()[0]}") from error
+            raise ValueError(f"{path} is not a readable ONNX file: {first_line(error)}") from error
         source, outputs = _image_input(self.session.get_inputs(), path), self.session.get_outputs()
         self.output_names = [output.name for output in outputs]
         metadata = self.session.get_modelmeta().custom_metadata_map
@@ -151,7 +151,7 @@ class OpenVinoRunner:
             # In full precision: processors that know bfloat16 would use it by themselves and give other boxes.
             self.network = core.compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
         except RuntimeError as error:
-            raise ValueError(f"{path} is no readable OpenVINO network: {str(error).splitlines()[0]}") from error
+            raise ValueError(f"{path} is no readable OpenVINO network: {first_line(error)}") from error
         description = networks[0].with_suffix(".yaml")
         metadata = read_yaml(description) if description.is_file() else {}
         axes = model.input(0).get_partial_shape()

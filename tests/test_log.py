@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from utils.log import LOGGER, progress
+from utils.log import LOGGER, first_line, progress
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252", "utf-8"])
@@ -44,3 +44,13 @@ def test_a_line_clears_the_bar_on_the_same_terminal(monkeypatch: pytest.MonkeyPa
         LOGGER.info("a line")
     lines = terminal.getvalue().replace("\x1b[A", "").replace("\r", "\n").split("\n")
     assert lines.count("a line") == 2  # none of them behind the rest of a bar
+
+
+@pytest.mark.parametrize("text", ["one line", "\n one line \nand more", "one line\r\nmore\r\n"])
+def test_the_first_line_of_an_error_is_what_is_told(text: str) -> None:
+    assert first_line(RuntimeError(text)).strip() == "one line"
+
+
+@pytest.mark.parametrize("silent", [RuntimeError(), ValueError(""), OSError("\n  ")], ids=repr)
+def test_an_error_that_says_nothing_is_told_by_its_kind(silent: Exception) -> None:
+    assert first_line(silent) == type(silent).__name__

@@ -142,6 +142,19 @@ def test_report_on_a_cpu_is_loud_and_right() -> None:
     assert len(report.notices) == 1 and "TRAINING RUNS ON CPU" in report.notices[0]
 
 
+@pytest.mark.parametrize("name", ["cpu", "CPU", " cpu "])
+def test_who_asks_for_the_cpu_is_not_told_that_it_is_slow(
+    name: str, monkeypatch: pytest.MonkeyPatch, messages: list[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(checks, "read_driver", lambda: None)
+    for typed, is_told in ((name, False), ("", True), ("cuda", True), ("0", True)):  # the last one is refused
+        messages.clear()
+        checks.main(["--device", typed])
+        assert ("TRAINING RUNS ON CPU" in "\n".join(messages)) == is_told
+        assert ("this will be slow" in "\n".join(messages)) == (typed in ("", "cuda"))
+
+
 def test_real_work_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     state = torch.get_rng_state()
     assert checks.check_kernel(CPU) is None

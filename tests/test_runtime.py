@@ -147,3 +147,18 @@ def test_waking_a_device(new_threads: Callable[[], list[str]]) -> None:
     for thread in [thread for thread in threading.enumerate() if thread.name == "wake"]:
         thread.join()
     assert not new_threads()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no room\nat all"), RuntimeError()], ids=repr)
+def test_graphs_that_are_given_up_free_their_memory_and_say_so_once(
+    error: RuntimeError, monkeypatch: pytest.MonkeyPatch, messages: list[str]
+) -> None:
+    handles = iter([(0, 1), (0, 2)])
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
+    pool, recordings = runtime.GraphPool(), {"shape": object()}
+    assert pool.handle() == pool.handle() == (0, 1)
+    pool.give_up(recordings, "the work", error)
+    assert not recordings and pool.handle() == (0, 2)
+    (line,) = messages
+    reason = "no room" if error.args else "RuntimeError"
+    assert line.startswith(f"CUDA graphs are off, the work goes on without them: {reason}. --no-cuda-graphs")

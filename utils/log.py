@@ -131,6 +131,12 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     return f"{number} {noun if number == 1 else plural or noun + 's'}"
 
 
+def first_line(error: BaseException) -> str:
+    """Return what an error says in its first line; its kind where it says nothing."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
 def colorstr(*words: object) -> str:
     """Return text with a terminal's signs for colour and style around it: ``colorstr("red", "bold", "text")``.
 

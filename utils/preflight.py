@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from utils.cli import run_script
-from utils.log import LOGGER
-from utils.runtime import select_device
+from utils.log import LOGGER, first_line
+from utils.runtime import is_automatic, select_device
 
 SHARED_MEMORY = Path("/dev/shm")
 SMALL_SHARED_MEMORY_GB = 1.0  # below, a container's default of 64 MB is likely
@@ -267,7 +267,7 @@ def check_kernel(device: torch.device) -> str | None:
     try:
         product = (left.to(device) @ right.to(device)).cpu()
     except RuntimeError as error:
-        return f"a matrix product on {device} failed: {_first_line(error)}"
+        return f"a matrix product on {device} failed: {first_line(error)}"
     if not torch.equal(product.double(), left.double() @ right.double()):
         return f"a matrix product on {device} gave wrong numbers: suspect the card's memory, its clocks or the driver"
     return None
@@ -290,15 +290,13 @@ def check_amp_step(device: torch.device) -> str | None:
         scaler.update()
         is_good = bool(torch.isfinite(loss)) and not torch.equal(before, layers[0].weight)
     except RuntimeError as error:
-        return f"a training step in mixed precision on {device} failed: {_first_line(error)}. --no-amp avoids it"
+        return f"a training step in mixed precision on {device} failed: {first_line(error)}. --no-amp avoids it"
     return None if is_good else f"a training step in mixed precision on {device} was not finite: train with --no-amp"
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-
-
-def _device_lines(device: torch.device, machine: Machine) -> Report:
+def _device_lines(device: torch.device, machine: Machine, *, is_wanted: bool) -> Report:
+    if device.type != "cuda" and is_wanted:
+        return Report()
     if device.type != "cuda":
         slow = f"TRAINING RUNS ON {device.type.upper()}: about a hundred times slower than on a graphics card"
         if machine.cuda_build and machine.driver is None:
@@ -315,11 +313,13 @@ def _device_lines(device: torch.device, machine: Machine) -> Report:
     )
 
 
-def preflight(device: torch.device, *, driver: Driver | None = None, is_thorough: bool = False) -> Report:
+def preflight(
+    device: torch.device, *, driver: Driver | None = None, is_thorough: bool = False, is_wanted: bool = False
+) -> Report:
     """Return the report on ``device``; well under a second on a CPU, on a card as long as its first kernel takes.
 
     ``driver`` replaces the question to nvidia-smi. ``is_thorough`` also tries mixed precision where it is not used, on
-    the CPU.
+    the CPU. ``is_wanted``: the device was named by the user, who need not be told that it is no graphics card.
     """
     driver = driver or read_driver()
     machine = inspect_machine(device, driver)
@@ -327,7 +327,8 @@ def preflight(device: torch.device, *, driver: Driver | None = None, is_thorough
         [f"torch's CUDA build {machine.cuda_build or machine.hip_build or 'none'}, driver {driver or 'none'}"]
     )
     free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None
-    for part in (_device_lines(device, machine), Report([opencv_line(), numpy_line()]), shared_memory_lines(free)):
+    own = _device_lines(device, machine, is_wanted=is_wanted)
+    for part in (own, Report([opencv_line(), numpy_line()]), shared_memory_lines(free)):
         report.add(part)
     report.warnings += explain(machine)
     failures = [check_kernel(device)]
@@ -353,7 +354,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         device = select_device(options.device)
     except ValueError as error:  # the rest of the report tells why
         device, refusal = torch.device("cpu"), [str(error)]
-    report = preflight(device, is_thorough=True)
+    report = preflight(device, is_thorough=True, is_wanted=not refusal and not is_automatic(options.device))
     report.add(Report(warnings=refusal))
     report.log()
     return int(bool(report.warnings))

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from utils.log import LOGGER
+from utils.log import LOGGER, first_line
 
 AUTOMATIC_DEVICES = ("", "-1", "auto", "cuda")
 
@@ -34,9 +34,17 @@ class GraphPool:
             self._handle = torch.cuda.graph_pool_handle()
         return self._handle
 
-    def drop(self) -> None:
-        """Begin a new one with the next graph; the memory is free once the graphs are gone."""
+    def give_up(self, recordings: dict, work: str, error: RuntimeError) -> None:
+        """Forget the graphs of some work, of which recording one has failed, with the pool that it may have spoilt.
+
+        The memory is free once no graph of other work is left.
+        """
+        recordings.clear()
         self._handle = None
+        LOGGER.warning(
+            f"CUDA graphs are off, {work} goes on without them: {first_line(error)}. "
+            "--no-cuda-graphs avoids the attempt"
+        )
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
@@ -64,10 +72,10 @@ def select_device(device: str | int | torch.device = "", batch_size: int = 0) ->
     Raises:
         ValueError: several devices, an unknown word, or a device this machine does not have.
     """
-    name = str(device).strip().lower().removeprefix("cuda:")
+    name = _device_name(device)
     if "," in name:
         raise ValueError(f"--device {device}: one device only (no distributed training here), for example --device 0")
-    if name in AUTOMATIC_DEVICES:
+    if is_automatic(device):
         if not torch.cuda.is_available():
             return _announce(torch.device("cpu"), "no CUDA device found, this will be slow")
         more = torch.cuda.device_count() - 1
@@ -89,6 +97,15 @@ def select_device(device: str | int | torch.device = "", batch_size: int = 0) ->
     if int(name):
         torch.cuda.set_device(int(name))  # CUDA graphs are recorded on the current device
     return _announce(torch.device(f"cuda:{name}"))
+
+
+def is_automatic(device: str | int | torch.device) -> bool:
+    """Whether a value of ``--device`` leaves the choice to this program."""
+    return _device_name(device) in AUTOMATIC_DEVICES
+
+
+def _device_name(device: str | int | torch.device) -> str:
+    return str(device).strip().lower().removeprefix("cuda:")
 
 
 def _announce(device: torch.device, remark: str = "") -> torch.device:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +21,7 @@ from utils.data.cache_folder import cache_root
 from utils.data.dataset import LoadImagesAndLabels
 from utils.data.disk_cache import DiskCache
 from utils.data.images import imread_bgr, resize_long_side
+from utils.data.memory import size_text
 from utils.data.shards import PIXELS, ROWS, ShardWriter
 
 SIZES = [(96, 64), (64, 96), (80, 80), (120, 30)]
@@ -254,29 +258,114 @@ def test_full_disk_is_refused(
     assert [cache.get(i) is not None for i in range(4)] == [False, True, True, True]
 
 
+def test_the_refusal_names_what_is_needed_and_what_is_free(
+    pictures: Pictures, monkeypatch: pytest.MonkeyPatch, messages: list[str]
+) -> None:
+    pictures.size = 64
+    needed = needed_bytes(pictures)
+    free = disk_cache.DISK_RESERVE_BYTES + needed - 1
+    monkeypatch.setattr("utils.data.cache_folder.shutil.disk_usage", lambda _: SimpleNamespace(free=free))
+    assert pictures.fill() is None and not pictures.decoded
+    (line,) = (line for line in messages if "--cache disk" in line)
+    assert f"4 more pictures need {size_text(needed)} in {pictures.folder}" in line
+    assert f"1.00 GB must stay free, {size_text(free)} are free" in line and "--cache-dir" in line
+    free += 1  # just enough
+    assert_right(pictures, pictures.fill())
+
+
+@pytest.fixture
+def disk_fails(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """Return a function that lets the writing of the picture after so many others fail with an error number."""
+    write = shards._write_all
+
+    def arrange(pictures_before: int, number: int) -> None:
+        written: list[int] = []
+
+        def fail_later(descriptor: int, data: memoryview) -> None:
+            if len(written) == 2 * pictures_before:  # pixels and row of each
+                write(descriptor, data[:7])
+                raise OSError(number, os.strerror(number))
+            written.append(len(data))
+            write(descriptor, data)
+
+        monkeypatch.setattr(shards, "_write_all", fail_later)
+
+    return arrange
+
+
+def files_of(pictures: Pictures) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in pictures.folder.rglob("*") if path.suffix in (PIXELS, ROWS)}
+
+
 @pytest.mark.parametrize("shard_bytes", [1, 1 << 30])
-def test_disk_that_fills_up_meanwhile_leaves_what_is_complete(
-    pictures: Pictures, monkeypatch: pytest.MonkeyPatch, shard_bytes: int
+def test_a_disk_that_fails_meanwhile_leaves_what_is_complete(
+    pictures: Pictures,
+    monkeypatch: pytest.MonkeyPatch,
+    disk_fails: Callable[[int, int], None],
+    shard_bytes: int,
 ) -> None:
     monkeypatch.setattr(shards, "SHARD_BYTES", shard_bytes)
-    write, written = shards._write_all, []
-
-    def fail_later(descriptor: int, data: memoryview) -> None:
-        if len(written) == 4:  # pixels and row of two pictures
-            write(descriptor, data[:7])
-            raise OSError(28, "No space left on device")
-        written.append(len(data))
-        write(descriptor, data)
-
-    monkeypatch.setattr(shards, "_write_all", fail_later)
+    disk_fails(2, errno.EIO)
     cache = pictures.fill()
     assert cache is not None
     assert [cache.get(i) is not None for i in range(4)] == [True, True, False, False]
-    monkeypatch.setattr(shards, "_write_all", write)
+    disk_fails(100, errno.EIO)
     del cache
     cache = pictures.fill()
     assert pictures.decoded == [2, 3]
     assert_right(pictures, cache)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("shard_bytes", [1, 1 << 30])
+@pytest.mark.parametrize("before", [0, 3])
+def test_a_disk_that_fills_up_meanwhile_gets_its_room_back(
+    before: int,
+    shard_bytes: int,
+    number: int,
+    pictures: Pictures,
+    monkeypatch: pytest.MonkeyPatch,
+    disk_fails: Callable[[int, int], None],
+    messages: list[str],
+) -> None:
+    """Checkpoints need the last bytes; what another run or an earlier one has stored stays."""
+    monkeypatch.setattr(shards, "SHARD_BYTES", shard_bytes)
+    disk_fails(before, number)
+    stored = pictures.fill()
+    assert stored is None and not files_of(pictures)
+    assert any(f"given up: no room left in {pictures.folder}" in line and "--cache-dir" in line for line in messages)
+
+
+@pytest.mark.parametrize("shard_bytes", [1, 1 << 30])
+def test_a_disk_that_fills_up_costs_nothing_that_was_stored_before(
+    shard_bytes: int, pictures: Pictures, monkeypatch: pytest.MonkeyPatch, disk_fails: Callable[[int, int], None]
+) -> None:
+    monkeypatch.setattr(shards, "SHARD_BYTES", shard_bytes)
+    reader = pictures.fill()
+    for i in (1, 2):
+        os.utime(pictures.files[i], ns=(1, 12345))
+    files = files_of(pictures)
+    disk_fails(1, errno.ENOSPC)
+    cache = pictures.fill()
+    assert pictures.decoded == [1, 2] and files_of(pictures) == files
+    assert cache is not None
+    assert [cache.get(i) is not None for i in range(4)] == [True, False, False, True]
+    assert_right(pictures, reader)  # another run that uses the same files
+    disk_fails(100, errno.ENOSPC)
+    cache = pictures.fill()
+    assert pictures.decoded == [1, 2]
+    assert_right(pictures, cache)
+
+
+def test_a_run_goes_on_without_the_cache_for_which_there_was_no_room(
+    pictures: Pictures, disk_fails: Callable[[int, int], None]
+) -> None:
+    disk_fails(1, errno.ENOSPC)
+    kept = LoadImagesAndLabels(pictures.images, 64, cache="disk", cache_dir=pictures.folder)
+    plain = LoadImagesAndLabels(pictures.images, 64)
+    for index in range(4):
+        for found, wanted in zip(kept[index], plain[index], strict=True):
+            assert torch.equal(found, wanted) if isinstance(wanted, torch.Tensor) else found == wanted
 
 
 def test_folder_that_is_a_file_is_refused(pictures: Pictures) -> None:

@@ -340,6 +340,82 @@ def test_no_place_for_the_cache(tmp_path: Path, messages: list[str], user_cache:
     assert sum("cannot be written" in message for message in messages) == 1
 
 
+# --- two sets with files in common ------------------------------------------------------------------------------------
+
+
+def warnings_of(messages: list[str], prefix: str) -> list[str]:
+    """What was said of one set, without its prefix and the closing line of figures."""
+    said = [line.removeprefix(prefix) for line in messages if line.startswith(prefix)]
+    return [line for line in said if " pictures used with " not in line]
+
+
+def test_what_is_wrong_with_files_of_both_sets_is_told_once(tmp_path: Path, messages: list[str]) -> None:
+    images = make(tmp_path)
+    (images / "notes.docx").write_bytes(b"x")
+    (images / "good.png").write_bytes(encode(paint()))  # shares the label of good.jpg
+    (images.parents[1] / "labels" / "train" / "rows.txt").rename(images.parents[1] / "labels" / "train" / "ROWS.txt")
+    first = scan_dataset(images, prefix="train: ")
+    told = warnings_of(messages, "train: ")
+    assert len(told) >= 6
+    messages.clear()
+    second = scan_dataset(images, prefix="val: ", told=first)
+    (line,) = warnings_of(messages, "val: ")
+    assert line == f"{len(first.problems)} problem(s) with files of both sets are told above"
+    assert second.counts == first.counts and second.problems == first.problems
+    assert (second.notes.unknown, second.notes.shared) == (first.notes.unknown, first.notes.shared)
+    assert second.notes.respelt == first.notes.respelt
+    messages.clear()
+    scan_dataset(images, prefix="train: ")
+    assert warnings_of(messages, "train: ") == told  # by itself it says it all
+
+
+def test_only_what_both_sets_hold_is_passed_over(tmp_path: Path, messages: list[str]) -> None:
+    images = make(tmp_path)
+    everything = sorted(images.iterdir())
+    (tmp_path / "part.txt").write_text("\n".join(str(path) for path in everything if path.stem not in ("zero", "good")))
+    first = scan_dataset(tmp_path / "part.txt", prefix="train: ")
+    messages.clear()
+    second = scan_dataset(images, prefix="val: ", told=first)
+    said = warnings_of(messages, "val: ")
+    fresh = [line for line in said if line.startswith(str(tmp_path))]
+    assert [line.split(":")[0] for line in fresh] == [str(images / "zero.jpg")]
+    assert f"{len(first.problems)} problem(s) with files of both sets are told above" in said
+    assert any("hold no object" in line for line in said)  # of another number of pictures
+    assert second.counts.left_out == 3 and second.counts.used == 5 and len(second.problems) == len(first.problems) + 1
+
+
+def test_other_files_with_the_same_faults_are_told(tmp_path: Path, messages: list[str]) -> None:
+    first = scan_dataset(make(tmp_path / "a"), prefix="train: ")
+    told = warnings_of(messages, "train: ")
+    scan_dataset(make(tmp_path / "b"), prefix="val: ", told=first)
+    assert [line.replace(f"{tmp_path}/b", f"{tmp_path}/a") for line in warnings_of(messages, "val: ")] == told
+
+
+def test_the_limit_of_printed_problems_counts_those_that_are_new(tmp_path: Path, messages: list[str]) -> None:
+    faulty = (paint(), label_text() + "nonsense\n")
+    images = write_set(tmp_path, {f"{i:02}.png": faulty for i in range(scan_module.MAX_NAMED + 10)})
+    first = scan_dataset(images, prefix="train: ")
+    write_set(tmp_path, {"new.png": faulty})
+    messages.clear()
+    scan_dataset(images, prefix="val: ", told=first)
+    fresh = [line for line in messages if "row refused" in line]
+    assert len(fresh) == 1 and "new.txt" in fresh[0] and not any("more, all named" in line for line in messages)
+
+
+def test_a_network_disk_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, messages: list[str]) -> None:
+    images = make(tmp_path / "nas" / "a")
+    mounts = {"a": Mount("/mnt/nas", "nfs4"), "b": Mount("/mnt/other", "nfs4")}
+    monkeypatch.setattr(scan_module, "network_mount", lambda path: mounts["b" if "/b/" in str(path) else "a"])
+    first = scan_dataset(images)
+    scan_dataset(make(tmp_path / "nas" / "c"), told=first)
+    assert sum("network disk" in line for line in messages) == 1
+    scan_dataset(make(tmp_path / "nas" / "b"), told=first)
+    assert sum("network disk" in line for line in messages) == 2
+
+
+# --- what is left alone -----------------------------------------------------------------------------------------------
+
+
 def test_nothing_but_the_cache_is_written(tmp_path: Path) -> None:
     images = make(tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}

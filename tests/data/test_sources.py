@@ -153,8 +153,44 @@ def test_missing_and_empty_sources(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="write 'screen'"):
         resolve_source("screen left half")
     (tmp_path / "list.txt").write_text("gone.jpg\nlost.jpg\n")
-    with pytest.raises(ValueError, match=r"nothing that can be read: gone\.jpg: named in .* \(and 1 more, see above\)"):
+    with pytest.raises(ValueError, match=r"nothing that can be read: see above\. Name a picture"):
         resolve_source(tmp_path / "list.txt")
+
+
+def told(source: str | Path, messages: list[str]) -> str:
+    """What is printed for a source that is refused: the lines before and the error."""
+    with pytest.raises((FileNotFoundError, ValueError)) as caught:
+        resolve_source(source)
+    return "\n".join([*messages, str(caught.value)])
+
+
+@pytest.mark.parametrize("is_whole", [False, True], ids=["relative", "whole"])
+@pytest.mark.parametrize("name", ["gone.jpg", "in/gone.mp4", "gone*.jpg", "in/*.jpg", "nowhere/*", "in", "lost.txt"])
+def test_a_source_that_leads_nowhere_is_told_once_and_with_what_to_type(
+    name: str, is_whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, messages: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in").mkdir()
+    (tmp_path / "lost.txt").write_text("gone.jpg\n")
+    source = str(tmp_path / name) if is_whole else name
+    text = told(source, messages)
+    assert text.startswith(f"--source '{source}' ") and "--source 'shots/*.jpg'" in text
+    assert text.count("gone") == name.count("gone") + (name == "lost.txt")
+    assert text.count(str(tmp_path)) <= 1 or is_whole and name == "lost.txt"
+
+
+def test_rows_of_a_list_that_are_missing_are_told_once_each(tmp_path: Path, messages: list[str]) -> None:
+    rows = ["gone.jpg", "lost.jpg", f"{tmp_path}/whole.jpg"]
+    (tmp_path / "list.txt").write_text("\n".join(rows))
+    text = told(tmp_path / "list.txt", messages)
+    assert all(text.count(Path(row).name) == 1 for row in rows)
+    assert f"looked from {tmp_path} and {Path.cwd()}" in text
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.docx").write_bytes(b"x")
+    (tmp_path / "in" / "pipe.jpg").symlink_to(os.devnull)
+    messages.clear()
+    text = told(tmp_path / "in", messages)
+    assert text.count("pipe.jpg") == 1 and "1 x .docx" in text
 
 
 # --- lists ---

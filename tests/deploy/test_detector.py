@@ -206,7 +206,18 @@ def test_bad_files_are_named_and_counted(tmp_path: Path, lines: list[str]) -> No
 def test_nothing_processed_is_no_success(tmp_path: Path, name: str, lines: list[str]) -> None:
     (tmp_path / name).write_bytes(b"")
     assert detect(tmp_path, tmp_path / name).exit_code == 1
-    assert "nothing was processed: no input could be read" in lines
+    text = "\n".join(lines)
+    assert "nothing was processed: no input could be read" in text and "ffmpeg -i" in text and "--source" in text
+
+
+@pytest.mark.parametrize(("count", "batch_size", "seen"), [(1, 1, 1), (3, 1, 1), (5, 2, 2), (3, 8, 3)])
+def test_the_shape_told_at_the_end_is_that_of_the_largest_batch(
+    tmp_path: Path, lines: list[str], count: int, batch_size: int, seen: int
+) -> None:
+    for number in range(count):
+        write_picture(tmp_path / "in" / f"{number}.jpg")
+    detect(tmp_path, tmp_path / "in", batch_size=batch_size)
+    assert f"at shape ({seen}, 3, 64, 96)" in "\n".join(lines)
 
 
 def test_source_is_checked_before_anything_else(tmp_path: Path) -> None:
@@ -539,6 +550,13 @@ def test_count_text() -> None:
     rows = np.array([[0, 0, 0, 0, 0.5, number] for number in (2, 0, 2, 9)], np.float32)
     assert count_text(rows, NAMES) == "1 red, 2 blues, 1 9"
     assert count_text(np.zeros((0, 6), np.float32), NAMES) == ""
+
+
+@pytest.mark.parametrize("name", ["Platelets", "BUS", "type 2", "汽车", "(other)"])
+def test_no_plural_is_made_of_a_name_that_has_one_or_takes_none(name: str) -> None:
+    rows = np.zeros((2, 6), np.float32)
+    assert count_text(rows, {0: name}) == f"2 {name}"
+    assert count_text(rows[:1], {0: name}) == f"1 {name}"
 
 
 # --- whole ---

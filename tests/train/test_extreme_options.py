@@ -16,7 +16,8 @@ from utils.options import Hyp, TrainOptions
 from utils.runtime import is_out_of_memory
 from utils.train import setup
 from utils.train import trainer as trainer_module
-from utils.train.setup import freeze_model, make_schedule, memory_advice, resumed_options
+from utils.train.autobatch import memory_advice
+from utils.train.setup import freeze_model, make_schedule, resumed_options
 from utils.train.trainer import Trainer
 
 MakeOptions = Callable[..., TrainOptions]

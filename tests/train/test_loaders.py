@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.data.drawing import label_text, paint, write_set
 from utils.data.pool import PoolSettings
-from utils.options import TrainOptions
+from utils.data.spec import load_data_spec
+from utils.files import write_yaml
+from utils.options import Hyp, TrainOptions
 from utils.train import loaders
 from utils.train.loaders import pool_settings, waits_whole
 from utils.train.monitor import read_results
@@ -102,32 +105,52 @@ def test_a_resumed_run_with_plans_is_the_uninterrupted_one(
     monkeypatch.setattr(trainer, "end_epoch", stop_after_the_first)
     with pytest.raises(KeyboardInterrupt):
         trainer.fit()
-    trainer.lock = None  # as if the process had ended
+    trainer.close()
     Trainer(TrainOptions(resume=str(Path(parted.project) / "parted" / "weights" / "last.pt"))).fit()
     columns = [read_results(Path(parted.project) / name / "results.csv") for name in ("whole", "parted")]
     for name in ("train/box_loss", "train/cls_loss", "train/dfl_loss"):
         assert columns[0][name] == pytest.approx(columns[1][name], rel=1e-6), name
 
 
+def test_a_training_whose_sets_are_one_folder_warns_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, messages: list[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    faulty = label_text() + label_text() + "nonsense\n"  # each row twice
+    images = write_set(tmp_path, {"a.png": (paint(), faulty), "b.png": (paint(), label_text()), "c.png": (b"", "")})
+    write_yaml(tmp_path / "data.yaml", {"train": str(images), "val": str(images), "names": ["a", "b", "c"]})
+    options, spec = TrainOptions(workers=0), load_data_spec(tmp_path / "data.yaml")
+    made = loaders.make_loaders(options, Hyp(), spec, imgsz=64, batch_size=2, stride=32)
+    for words in ("c.png: left out", "row refused"):
+        assert sum(words in line for line in messages) == 1, messages
+    train, val = (dataset.report for _, dataset in made)
+    assert train.counts == val.counts
+    assert (val.counts.left_out, val.counts.rows_refused, val.counts.duplicates) == (1, 1, 3)
+
+
 @pytest.mark.parametrize(
-    ("batches", "workers", "batch_size", "imgsz", "expected"),
+    ("batches", "workers", "prefetch", "batch_size", "imgsz", "expected"),
     [
-        (3, 8, 32, 640, True),
-        (16, 8, 32, 640, True),
-        (17, 8, 32, 640, False),  # the network is busy for longer than the first batch takes
-        (3, 8, 64, 640, False),  # too much memory
-        (3, 0, 32, 640, False),
+        (3, 8, 2, 32, 640, True),
+        (16, 8, 2, 32, 640, True),
+        (17, 8, 2, 32, 640, False),  # the network is busy for longer than the first batch takes
+        (3, 8, 2, 64, 640, False),  # too much memory
+        (3, 0, 0, 32, 640, False),
+        (8, 8, 1, 32, 640, True),  # little shared memory: the workers may be one batch ahead
+        (9, 8, 1, 32, 640, False),
+        (3, 8, 1, 56, 640, True),  # so larger ones fit
+        (3, 8, 2, 56, 640, False),
     ],
 )
 def test_validation_sets_that_wait_for_the_next_validation(
-    batches: int, workers: int, batch_size: int, imgsz: int, expected: bool
+    batches: int, workers: int, prefetch: int, batch_size: int, imgsz: int, expected: bool
 ) -> None:
     class Loader:
         def __len__(self) -> int:
             return batches
 
     loader = Loader()
-    loader.num_workers, loader.batch_size = workers, batch_size
+    loader.num_workers, loader.prefetch, loader.batch_size = workers, prefetch, batch_size
     assert waits_whole(loader, imgsz) == expected
 
 

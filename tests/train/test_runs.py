@@ -470,8 +470,7 @@ def test_with_other_validation_pictures_the_search_for_the_best_begins_anew(
     trainer.fit()
     trainer.best_fitness = 0.99
     trainer.save(True, {})
-    trainer.writer.wait()
-    trainer.lock = None
+    trainer.close()
     content = read_yaml(shapes_dataset)
     write_yaml(tmp_path / "other.yaml", {**content, "path": str(shapes_dataset.parent), "val": content["test"]})
     command = ["--resume", str(trainer.last), "--epochs", "2", "--data", str(tmp_path / "other.yaml")]

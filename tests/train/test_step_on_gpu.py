@@ -99,8 +99,7 @@ def test_recorded_training_follows_plain_training(make_options: MakeOptions, mor
             trainer.begin_epoch(epoch)
             record = trainer.run_epoch()
         losses.append([record[f"train/{name}_loss"] for name in ("box", "cls", "dfl")])
-        trainer.monitor.close()
-        trainer.train_loader.close()
+        trainer.close()
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
 
 
@@ -108,7 +107,6 @@ def test_a_run_goes_on_with_the_same_optimizer_and_loss_scale(make_options: Make
     options = make_options(device="0", epochs=2)
     whole = Trainer(options)
     whole.fit()
-    whole.lock = None  # as at the end of a process
     resumed = Trainer(TrainOptions.from_cli(["--resume", str(whole.last), "--epochs", "3"]))
     assert [group["fused"] for group in resumed.optimizer.param_groups] == [True] * 3
     assert resumed.ema.updates == whole.ema.updates

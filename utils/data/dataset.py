@@ -96,7 +96,8 @@ class LoadImagesAndLabels(Dataset):
 
     `dataset[index]` or `dataset[(epoch, index, is_mosaic)]` gives (picture (3, H, W) uint8 RGB, labels (n, 6) float32
     with columns 0, class, x, y, w, h as fractions, path, shapes). Shapes is None after a mosaic, else
-    ((height, width) on disk, ((ratio_h, ratio_w), (pad_w, pad_h))). `report` holds the outcome of the scan.
+    ((height, width) on disk, ((ratio_h, ratio_w), (pad_w, pad_h))). `report` holds the outcome of the scan;
+    `told` that of another set, whose warnings were logged and are not repeated for files of both.
 
     cache 'ram' or 'disk' keeps decoded pictures, mosaic_cache N prepares N mosaics; both below cache_dir where on disk.
     With image_weights the sampler repeats pictures, so that rect has no effect. `is_fast = False` draws every mosaic in
@@ -125,16 +126,16 @@ class LoadImagesAndLabels(Dataset):
         mosaic_cache: int = 0,
         seed: int = 0,
         nc: int | None = None,
+        told: ScanResult | None = None,
     ) -> None:
         mode = cache_mode(cache_images if cache is None else cache)
-        rect = rect and not image_weights
-        self.img_size, self.augment, self.rect = img_size, augment, rect
+        self.img_size, self.augment, self.rect = img_size, augment, rect and not image_weights
         self.is_fast, self.is_exact = True, False
         self.stride, self.pad, self.seed, self.prefix = stride, pad, seed % 2**63, prefix
         self.settings = AugmentSettings.from_hyp(hyp) if augment else AugmentSettings()
-        self.report: ScanResult = scan_dataset(path, prefix=prefix, nc=None if single_cls else nc)
+        self.report: ScanResult = scan_dataset(path, prefix=prefix, nc=None if single_cls else nc, told=told)
         selected = with_min_items(self.report, min_items, prefix)
-        if rect:
+        if self.rect:
             selected = selected.select(np.argsort(aspect_ratios(selected.shapes), kind="stable"))
         self._scan = selected
         self.im_files: TextTable = selected.im_files
@@ -143,7 +144,7 @@ class LoadImagesAndLabels(Dataset):
         self.shapes: np.ndarray = selected.shapes  # (N, 2) width, height
         if single_cls:
             self.labels.values[:, 0] = 0
-        self.batch_shapes = rectangle_shapes(self.shapes, batch_size, img_size, stride, pad) if rect else None
+        self.batch_shapes = rectangle_shapes(self.shapes, batch_size, img_size, stride, pad) if self.rect else None
         self.batch_index = np.arange(len(self)) // batch_size
         self.readings = Readings()
         self._broken = multiprocessing.RawArray("B", len(self))  # seen by all workers; 1 = could not be read
@@ -165,8 +166,7 @@ class LoadImagesAndLabels(Dataset):
             shapes = None
         else:
             image, labels, shapes = self._load_plain(index, rng)
-        tensor, targets = self._finish(image, labels, rng)
-        return tensor, targets, self.im_files[index], shapes
+        return *self._finish(image, labels, rng), self.im_files[index], shapes
 
     def generator(self, key: SampleKey) -> np.random.Generator:
         """Source of all random draws of a sample."""

@@ -9,6 +9,7 @@ copy is not used, its file is decoded instead, and the next run stores it anew. 
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import multiprocessing
 import os
@@ -30,6 +31,7 @@ FORMAT_VERSION = 2  # raise it whenever decoding or resizing gives other pixels
 DISK_RESERVE_BYTES = 1 << 30  # stays free for everything else
 DECODE_AHEAD = 64  # pictures decoded before they are written: bounds the memory of a fill
 LEAST_USED_SHARE = 0.5  # of a shard's bytes; below it the shard is dropped, so that a folder is at most twice its use
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)  # no room on the disk, or for this user
 UNREAD, SOUND, SPOILT = 0, 1, 2  # what the checksum of an entry has told
 
 
@@ -160,8 +162,7 @@ class _Filler:
                     shards = self._without_dead(shards)
         self._find(shards)
         todo = np.flatnonzero(self.cache.shard_of < 0).tolist()
-        needed = sum(self.sizes[i][0] * self.sizes[i][1] * 3 for i in todo)
-        free = free_disk_bytes(self.place)
+        needed, free = self._bytes_of(todo), free_disk_bytes(self.place)
         if todo and needed + DISK_RESERVE_BYTES > free:
             LOGGER.warning(
                 f"{self.prefix}--cache disk: nothing is added, {len(todo)} more pictures need {size_text(needed)} in "
@@ -171,6 +172,8 @@ class _Filler:
             return self.cache if len(todo) < len(self.names) else None
         self._store(todo, shards[-1] if shards and is_only_writer and not shards[-1].has_tail else None)
         ready = int((self.cache.shard_of >= 0).sum())
+        if not ready:
+            return None
         LOGGER.info(
             f"{self.prefix}{ready} pictures ready in {self.place} ({ready - len(self.names) + len(todo)} of them new); "
             f"{self.cache.folder.total_text()}"
@@ -224,12 +227,14 @@ class _Filler:
     def _store(self, todo: Sequence[int], last: Shard | None) -> None:
         """Decode pictures in threads and append them to the last shard and to new ones.
 
-        A full disk ends it with what is stored.
+        A disk that fails ends it with what is stored, a full one with what was there before.
         """
         if not todo:
             return
         threads = max(1, min(8, os.cpu_count() or 1))
         writer: ShardWriter | None = None
+        failure: OSError | None = None
+        count, ends = len(self.cache.shards), (last.rows_end, last.pixels_end) if last is not None else (0, 0)
         with (
             ThreadPoolExecutor(threads) as pool,
             progress(total=len(todo), desc=f"{self.prefix}storing pictures on disk", unit="img") as bar,
@@ -245,11 +250,38 @@ class _Filler:
                         self._add(writer, i, image)
                         bar.update()
             except OSError as error:
-                LOGGER.warning(f"{self.prefix}storing pictures in {self.place} stopped: {error.strerror or error}")
+                failure = error
             finally:
                 if writer is not None:
                     with contextlib.suppress(OSError):  # what did not reach the disk has a wrong checksum
                         writer.close()
+        if failure is None:
+            return
+        if failure.errno not in DISK_FULL:
+            LOGGER.warning(f"{self.prefix}storing pictures in {self.place} stopped: {failure.strerror or failure}")
+            return
+        for shard in self.cache.shards[count:]:
+            shard.delete()
+        if last is not None:
+            last.rows_end, last.pixels_end = ends
+            last.cut_tail()
+        self._tell_full(failure, todo)
+        del self.cache.shards[count:]
+        self.cache.shard_of[todo] = -1
+
+    def _tell_full(self, failure: OSError, todo: Sequence[int]) -> None:
+        """Say that the disk filled up, after what had been added was removed: others need its last bytes."""
+        stored = int((self.cache.shard_of[todo] >= 0).sum())
+        LOGGER.warning(
+            f"{self.prefix}--cache disk given up: no room left in {self.place} after {stored} of {len(todo)} pictures "
+            f"({failure.strerror or failure}). They are removed again and {size_text(free_disk_bytes(self.place))} are "
+            f"free; all {len(todo)} need {size_text(self._bytes_of(todo))} and {size_text(DISK_RESERVE_BYTES)} must "
+            "stay free. Pictures are read from their files. Name a folder on another disk with --cache-dir, or make "
+            "room before the next run"
+        )
+
+    def _bytes_of(self, indices: Sequence[int]) -> int:
+        return sum(self.sizes[i][0] * self.sizes[i][1] * 3 for i in indices)
 
     def _writer(self, last: Shard | None) -> ShardWriter:
         """Go on with a shard, or begin a new one."""

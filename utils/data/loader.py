@@ -24,6 +24,7 @@ from utils.data.plan_stream import FILL_PICTURES, PlanStream
 from utils.data.plans import PlannedImagesAndLabels
 from utils.data.pool import PoolLayout, PoolSettings, plan_pool
 from utils.data.sampling import BatchStream, EpochPlan, checked_weights, class_weights, image_weights
+from utils.data.scan import ScanResult
 from utils.data.shared_memory import PREFETCH, fit_shared_memory
 from utils.data.stall import Readings, StallWatch, stall_text
 from utils.data.workers import WorkerWatch, init_worker, raise_failure, worker_count
@@ -60,6 +61,7 @@ class EpochLoader:
         composer: Composer | None = None,
     ) -> None:
         self.dataset, self.num_workers, self.batch_size = dataset, workers, stream.batch_size
+        self.prefetch = prefetch  # batches that each worker may be ahead
         self.composer, self._is_pool_filled = composer, False
         self._stream, self._weights = stream, weights
         self._maker = (BatchMaker if composer is None else PlanMaker)(dataset, quad=quad, seed=stream.seed)
@@ -227,21 +229,22 @@ def create_dataloader(
     memory_share: float = 1.0,
     multiprocessing_context: str | None = None,
     pool: PoolSettings | None = None,
+    told: ScanResult | None = None,
 ) -> tuple[EpochLoader, LoadImagesAndLabels]:
     """Scan a data set and build its loader; batches are (images (B, 3, H, W) uint8, targets (T, 6), paths, shapes).
 
     nc (or the number of names) is checked against the labels; cache 'val' keeps pictures in memory when not augmenting.
-    image_weights draws pictures with replacement, by class frequency until `set_epoch` gets weights. quad gives batches
-    of a quarter of the pictures at twice the side. memory_share: part of shared memory to plan with, 1/2 for each of
-    two loaders. multiprocessing_context ('fork', 'spawn', …) replaces the system's way to start processes. With pool a
-    composer makes pictures from plans. Raises what `scan_dataset` does, ValueError for options that exclude each other.
+    image_weights draws pictures with replacement, at first by class frequency. quad gives batches of a quarter of the
+    pictures at twice the side. memory_share: part of shared memory to plan with. multiprocessing_context ('fork', …)
+    replaces the system's way to start processes. With pool a composer makes pictures from plans. told: see
+    `scan_dataset`. Raises what that does, ValueError for options that exclude each other.
     """
     nc = len(names) if nc is None and names is not None else nc
     rect, shuffle = _compatible(rect, shuffle, image_weights, prefix)
     _check_quad(quad, batch_size, prefix)
     cv2.setNumThreads(0)
     dataset = (LoadImagesAndLabels if pool is None else PlannedImagesAndLabels)(
-        path, imgsz, batch_size, augment, hyp, rect, single_cls=single_cls, stride=stride, pad=pad,
+        path, imgsz, batch_size, augment, hyp, rect, single_cls=single_cls, stride=stride, pad=pad, told=told,
         min_items=min_items, prefix=prefix, seed=seed, nc=nc, **_cache_options(cache, cache_dir, mosaic_cache, augment),
     )  # fmt: skip
     group = _check_content(dataset, quad, prefix)
@@ -253,12 +256,9 @@ def create_dataloader(
         dataset,
         _stream(len(dataset), batch_size, layout, shuffle=shuffle, seed=seed, drop_last=drop_last, group=group),
         composer=None if layout is None else Composer(layout, pool.device, use_triton=pool.use_triton),
-        workers=workers,
-        prefetch=prefetch,
-        quad=quad,
         weights=_first_weights(dataset, nc) if image_weights else None,
-        multiprocessing_context=multiprocessing_context,
-    )
+        workers=workers, prefetch=prefetch, quad=quad, multiprocessing_context=multiprocessing_context,
+    )  # fmt: skip
     return loader, dataset
 
 

@@ -10,10 +10,10 @@ import contextlib
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -29,6 +29,8 @@ MAX_NAMED = 20  # problem lines printed; all are kept in the result and in the d
 SCAN_THREADS, NETWORK_THREADS = 8, 32  # on a network disk threads wait for answers and need no processor
 LEFT_OUT = "left out"
 BACKGROUND_SHARE = 0.3  # a larger share of pictures without objects is worth a question
+
+Item = TypeVar("Item", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,8 @@ class ScanNotes:
 
     unknown: suffix -> files that were not looked at; repeated: pictures listed more than once; respelt: (expected,
     found) label files whose names differ in case or Unicode form only; shared: label files of several pictures;
-    first_missing: where the first label that is missing was expected; network: type of a network disk, or ''.
+    first_missing: where the first label that is missing was expected; network: type of a network disk, or '', which is
+    mounted at network_point.
     min_items: pictures with fewer objects do not take part (--min-items).
     """
 
@@ -98,6 +101,7 @@ class ScanNotes:
     shared: list[str] = field(default_factory=list)
     first_missing: str = ""
     network: str = ""
+    network_point: str = ""
     min_items: int = 0
     seconds: float = 0.0
     from_cache: int = 0
@@ -183,22 +187,26 @@ def scan_dataset(
     use_cache: bool = True,
     nc: int | None = None,
     is_new: bool = False,
+    told: ScanResult | None = None,
 ) -> ScanResult:
     """Scan the pictures and labels below paths (folders, list files, pictures); is_new looks at every file again.
 
+    told: the scan of another set; what its log lines said about files of both is not said again.
     With nc, a class id beyond nc - 1 raises ValueError with file, line and value. Raises ValueError when no picture is
     usable, FileNotFoundError for a path that is not there.
     """
     start = time.perf_counter()
     listing = list_images(paths)
-    notes = ScanNotes(dict(listing.unknown), listing.repeated, network=_network_note(listing.files[0], prefix))
-    label_files = _find_labels(listing.files, notes, prefix)
+    notes = ScanNotes(dict(listing.unknown), listing.repeated)
+    earlier = ScanNotes() if told is None else told.notes
+    _note_network(listing.files[0], notes, earlier, prefix)
+    label_files = _find_labels(listing.files, notes, earlier, prefix)
     cache = cache_path(paths, label_files) if use_cache else None
     scan = FileScan(listing.files, label_files, cache, prefix, is_new=is_new)
     records = scan.run(NETWORK_THREADS if notes.network else min(SCAN_THREADS, os.cpu_count() or 1))
     result = _assemble(listing, label_files, records, notes, [stamp.image_size for stamp in scan.stamps])
     notes.seconds, notes.from_cache = time.perf_counter() - start, scan.remembered
-    _report(result, listing, prefix, scan.cache.age_s)
+    _report(result, listing, prefix, scan.cache.age_s, told)
     if not len(result):
         where = ", ".join(map(str, [paths] if isinstance(paths, (str, Path)) else paths))
         raise ValueError(f"{prefix}none of the {len(listing.files)} pictures in {where} is usable, see the lines above")
@@ -208,7 +216,7 @@ def scan_dataset(
             f"{prefix}label cache {cache} is not used, all files are scanned again (class {beyond.cls} in it is not in "
             f"{printable(beyond.path)})"
         )
-        return scan_dataset(paths, prefix=prefix, nc=nc, is_new=True)
+        return scan_dataset(paths, prefix=prefix, nc=nc, is_new=True, told=told)
     if nc is not None:
         check_classes(result, nc)
     return result
@@ -265,19 +273,20 @@ def require_objects(result: ScanResult, prefix: str = "") -> None:
     raise ValueError(f"{prefix}the label files of all {counts.used} pictures are empty, nothing could be learnt")
 
 
-def _network_note(path: str, prefix: str) -> str:
-    """Type of the network disk a picture lies on, with a warning, or ''."""
+def _note_network(path: str, notes: ScanNotes, earlier: ScanNotes, prefix: str) -> None:
+    """Note the network disk that a picture lies on; warn of it once."""
     mount = network_mount(path)
     if mount is None:
-        return ""
-    LOGGER.warning(
-        f"{prefix}the pictures lie on a network disk ({mount.kind} at {printable(mount.point)}): reading them may take "
-        "longer than training; copy them to a local disk, or keep them in memory with --cache ram"
-    )
-    return mount.kind
+        return
+    notes.network, notes.network_point = mount.kind, mount.point
+    if notes.network_point != earlier.network_point:
+        LOGGER.warning(
+            f"{prefix}the pictures lie on a network disk ({mount.kind} at {printable(mount.point)}): reading them may "
+            "take longer than training; copy them to a local disk, or keep them in memory with --cache ram"
+        )
 
 
-def _find_labels(images: Sequence[str], notes: ScanNotes, prefix: str) -> list[str]:
+def _find_labels(images: Sequence[str], notes: ScanNotes, earlier: ScanNotes, prefix: str) -> list[str]:
     """Label file of each picture: the expected one, one spelt alike, or the expected path where there is none."""
     expected = label_paths(images)
     finder = LabelFinder()
@@ -292,12 +301,18 @@ def _find_labels(images: Sequence[str], notes: ScanNotes, prefix: str) -> list[s
             found.append(path)
             if path not in exact and not notes.first_missing:
                 notes.first_missing = path
-    if notes.respelt:
+    if fresh := _without(notes.respelt, earlier.respelt):
         LOGGER.warning(
-            f"{prefix}{len(notes.respelt)} label file(s) found under a name that differs in case or Unicode form from "
-            f"the picture's, such as {printable(notes.respelt[0][1])}"
+            f"{prefix}{len(fresh)} label file(s) found under a name that differs in case or Unicode form from "
+            f"the picture's, such as {printable(fresh[0][1])}"
         )
     return found
+
+
+def _without(items: Sequence[Item], told: Sequence[Item]) -> list[Item]:
+    """The items that were not told, in their order."""
+    known = set(told)
+    return [item for item in items if item not in known]
 
 
 def _assemble(
@@ -347,20 +362,32 @@ def _assemble(
     )
 
 
-def _report(result: ScanResult, listing: ImageList, prefix: str, cache_age_s: float) -> None:
+def _report(result: ScanResult, listing: ImageList, prefix: str, cache_age_s: float, told: ScanResult | None) -> None:
     """Log every problem (up to a limit), remarks on the whole set, and one summary line."""
-    listing.report(prefix)
-    for problem in result.problems[:MAX_NAMED]:
+    is_same = told is not None and result.im_files.is_equal(told.im_files)
+    if not is_same:
+        listing.report(prefix)
+    problems = _without(result.problems, told.problems if told is not None else ())
+    if len(problems) < len(result.problems):
+        LOGGER.info(f"{prefix}{len(result.problems) - len(problems)} problem(s) with files of both sets are told above")
+    for problem in problems[:MAX_NAMED]:
         LOGGER.warning(f"{prefix}{problem}")
-    if len(result.problems) > MAX_NAMED:
-        hidden = len(result.problems) - MAX_NAMED
+    if len(problems) > MAX_NAMED:
+        hidden = len(problems) - MAX_NAMED
         LOGGER.warning(f"{prefix}... and {hidden} more, all named in data_report.json of the run's folder")
-    counts, notes = result.counts, result.notes
-    if notes.shared:
+    if shared := _without(result.notes.shared, told.notes.shared if told is not None else ()):
         LOGGER.warning(
-            f"{prefix}{len(notes.shared)} label file(s) shared by pictures of the same stem, such as "
-            f"{printable(notes.shared[0])}"
+            f"{prefix}{len(shared)} label file(s) shared by pictures of the same stem, such as {printable(shared[0])}"
         )
+    if not is_same:
+        _say_background(result.counts, result.notes, prefix)
+    notes = result.notes
+    source = f", {notes.from_cache} from the label cache of {_age(cache_age_s)} ago" if notes.from_cache else ""
+    LOGGER.info(f"{prefix}{result.counts} ({notes.seconds:.1f} s{source})")
+
+
+def _say_background(counts: ScanCounts, notes: ScanNotes, prefix: str) -> None:
+    """Warn where there are no labels, or few."""
     if counts.missing and counts.missing == counts.used:
         LOGGER.warning(
             f"{prefix}no label file found at all; the first one was expected at {printable(notes.first_missing)}"
@@ -371,8 +398,6 @@ def _report(result: ScanResult, listing: ImageList, prefix: str, cache_age_s: fl
             f"{prefix}{counts.background} of {counts.used} pictures hold no object: {counts.empty} empty label files, "
             f"{counts.missing} without a label file{first}; is that meant?"
         )
-    source = f", {notes.from_cache} from the label cache of {_age(cache_age_s)} ago" if notes.from_cache else ""
-    LOGGER.info(f"{prefix}{counts} ({notes.seconds:.1f} s{source})")
 
 
 def _age(seconds: float) -> str:

@@ -48,6 +48,10 @@ PICTURES_HINT = (
     "; no pictures come with this repository. Name some of your own, or make some: python scripts/make_shapes.py "
     "--folder ../datasets/shapes, then type --source ../datasets/shapes/images/test"
 )
+SOURCES_HINT = (
+    "Name a picture, a video, a folder, a list (.txt), an address, the number of a camera, or a pattern in quotes such "
+    "as --source 'shots/*.jpg'"
+)
 DECODERS = min(4, os.cpu_count() or 1)  # threads that decode pictures; more would only fill the memory
 
 
@@ -197,7 +201,7 @@ def _resolve_one(text: str, result: Source) -> None:
     elif glob.has_magic(text):
         _add_matches(text, result)
     else:
-        raise FileNotFoundError(f"--source '{text}' does not exist (looked for {path.absolute()}){_hint(text)}")
+        raise FileNotFoundError(f"--source '{text}' does not exist{_seen_from(path)}{_hint(text)}")
 
 
 def _add_existing(path: Path, result: Source) -> None:
@@ -216,9 +220,7 @@ def _add_matches(pattern: str, result: Source) -> None:
         literal /= rest.pop(0)
     matches = sorted(glob.glob(os.path.join(glob.escape(str(literal)), *rest), recursive=True))
     if not matches:
-        raise FileNotFoundError(
-            f"--source '{pattern}' matches nothing (looked in {literal.absolute()}){_hint(pattern)}"
-        )
+        raise FileNotFoundError(f"--source '{pattern}' matches nothing{_seen_from(literal)}{_hint(pattern)}")
     for match in map(Path, matches):
         if match.is_dir():
             result.add_folder(match, literal)
@@ -247,16 +249,16 @@ def _add_list(path: Path, result: Source) -> None:
             except (ConnectionError, ValueError) as error:
                 result.missing.append((without_password(line), str(error)))
         else:
-            result.missing.append((line, f"named in {path} but not found (looked for {places[0].absolute()})"))
+            result.missing.append((line, f"named in {path} but not found{_seen_from(Path(line), path.parent)}"))
 
 
 def _refuse_empty(source: str, result: Source) -> None:
-    if len(result.missing) > 1 or result.unknown:
+    is_reported = len(result.missing) > 1 or bool(result.unknown)
+    if is_reported:
         result.report()
     if result.missing:
-        name, reason = result.missing[0]
-        others = f" (and {len(result.missing) - 1} more, see above)" if len(result.missing) > 1 else ""
-        raise ValueError(f"--source '{source}' holds nothing that can be read: {name}: {reason}{others}")
+        which = "see above" if is_reported else ": ".join(result.missing[0])
+        raise ValueError(f"--source '{source}' holds nothing that can be read: {which}. {SOURCES_HINT}")
     suffixes = " ".join(sorted(suffix[1:] for suffix in IMAGE_SUFFIXES | VIDEO_SUFFIXES))
     raise ValueError(
         f"--source '{source}' holds no picture or video; looked for the suffixes {suffixes}{_hint(source)}"
@@ -264,8 +266,15 @@ def _refuse_empty(source: str, result: Source) -> None:
 
 
 def _hint(source: str) -> str:
-    """Return where pictures can be had, for a source in the folder that holds some with upstream."""
-    return PICTURES_HINT if Path(os.path.normpath(source)).parts[:2] == USUAL_FOLDER else ""
+    """Return what to name instead; where pictures can be had, for a source in the folder with some upstream."""
+    return PICTURES_HINT if Path(os.path.normpath(source)).parts[:2] == USUAL_FOLDER else f". {SOURCES_HINT}"
+
+
+def _seen_from(path: Path, *folders: Path) -> str:
+    """Return from which folders (also the working one) a relative path was looked for; a whole path tells it all."""
+    if path.is_absolute():
+        return ""
+    return f" (looked from {' and '.join(dict.fromkeys(str(folder.absolute()) for folder in (*folders, Path())))})"
 
 
 def _below(path: Path, root: Path | None) -> Path:

@@ -39,6 +39,10 @@ class TextTable(Sequence[str]):
         index = _checked(index, len(self))
         return os.fsdecode(self.blob[self.offsets[index] : self.offsets[index + 1]].tobytes())
 
+    def is_equal(self, other: TextTable) -> bool:
+        """Whether another table holds the same names in the same order."""
+        return np.array_equal(self.offsets, other.offsets) and np.array_equal(self.blob, other.blob)
+
 
 class RowTable(Sequence[np.ndarray]):
     """Sequence of arrays (n_i, columns) that are views of one flat array (sum n_i, columns)."""

@@ -13,11 +13,15 @@ import numpy as np
 
 
 def count_text(detections: np.ndarray, names: Mapping[int, str]) -> str:
-    """Return for example ``3 squares, 1 triangle``, classes in rising order; empty without detections."""
+    """Return for example ``3 squares, 1 triangle``, classes in rising order; empty without detections.
+
+    Several of a class get an s, as programs that read upstream's lines expect, but none that would make no word of the
+    user's name: behind an s (``2 Platelets``), a figure or another script than Latin.
+    """
     counts = Counter(detections[:, 5].astype(int).tolist())
     return ", ".join(
-        f"{count} {names.get(number, str(number))}{'s' if count > 1 else ''}"
-        for number, count in sorted(counts.items())
+        f"{count} {name}{'s' if count > 1 and re.search('[a-rt-z]$', name, re.IGNORECASE) else ''}"
+        for name, count in ((names.get(number, str(number)), count) for number, count in sorted(counts.items()))
     )
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from utils.deploy.description import ExportDescription
 from utils.files import write_error, write_yaml
+from utils.log import first_line
 
 
 def write_openvino(onnx_file: Path, folder: Path, stem: str, description: ExportDescription) -> None:
@@ -23,7 +24,7 @@ def write_openvino(onnx_file: Path, folder: Path, stem: str, description: Export
     try:
         model = openvino.Core().read_model(str(onnx_file))
     except RuntimeError as error:
-        raise ValueError(f"OpenVINO cannot convert the graph: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"OpenVINO cannot convert the graph: {first_line(error)}") from error
     try:
         openvino.save_model(model, str(folder / f"{stem}.xml"), compress_to_fp16=description.half)
     except RuntimeError as error:

@@ -33,6 +33,10 @@ from utils.threads import Overlap, interrupts_wait, ordered_map
 
 READ_AHEAD = 4  # frames between two steps, or one batch if that is more: enough to even out frames that take longer
 ENCODERS = min(4, os.cpu_count() or 1)  # threads that turn annotated pictures into files
+NOTHING_READ = (
+    "nothing was processed: no input could be read. Name others with --source; files that another program can show "
+    "are read once they are converted, such as by: ffmpeg -i FILE new.mp4 (new.png for a picture)"
+)
 
 
 @dataclass
@@ -93,7 +97,7 @@ class Pipeline:
     ) -> None:
         self.options, self.engine, self.writer, self.summary = options, engine, writer, summary
         self.batch_size, self.clock, self.is_live = batch_size, engine.clock, False
-        self._shape: tuple[int, int] = (0, 0)  # of the last frame for the network
+        self._shape = (0, 3, 0, 0)  # of the largest batch for the network, and of the latest among equals
         if options.visualize:
             engine.on_images = self._write_feature_maps
 
@@ -196,7 +200,8 @@ class Pipeline:
         self.summary.frames += 1
         self.summary.detections += len(done.rows)
         self.summary.processed.add(frame.item)
-        self._shape = done.shape
+        if done.batch_size >= self._shape[0]:
+            self._shape = (done.batch_size, 3, *done.shape)
         self._log(done)
 
     def _write_feature_maps(self, batch: Batch, images: Tensor) -> None:
@@ -231,7 +236,7 @@ class Pipeline:
             before, inside, after = (shares[step] for step in ("pre-process", "network", "NMS"))
             LOGGER.info(
                 f"Speed: {before:.1f}ms pre-process, {inside:.1f}ms inference, {after:.1f}ms NMS per image "
-                f"at shape {(1, 3, *self._shape)}"
+                f"at shape {self._shape}"
             )
             LOGGER.info(summary.clock.table(summary.frames))
         if writer.codec and writer.codec.note and summary.frames:
@@ -242,4 +247,4 @@ class Pipeline:
         if summary.unreadable:
             LOGGER.warning(f"{len(summary.unreadable)} input(s) could not be read, see above")
         if not summary.processed and not summary.is_interrupted:
-            LOGGER.error("nothing was processed: no input could be read")
+            LOGGER.error(NOTHING_READ)

@@ -84,6 +84,8 @@ class Done:
         rows: (N, 6) x1 y1 x2 y2 confidence class in pixels of the frame, best first.
         shape: height and width the network saw.
         network_ms: its share of the network's time.
+        views: parts of the frame.
+        batch_size: views, also of other frames, that the network saw together.
     """
 
     frame: Frame
@@ -91,6 +93,7 @@ class Done:
     shape: Shape
     network_ms: float
     views: int = 1
+    batch_size: int = 1
 
 
 def views_of(frame: Frame, sequence: int, windows: Iterable[Window] = ()) -> list[View]:
@@ -159,7 +162,8 @@ def reassembled(
             ready[batch.sequence] = batch.unreadable
         else:
             for view, rows in zip(batch.views, batch.found, strict=True):
-                part = _Part(view, rows, batch.shape, 1000 * batch.network_s / len(batch.views))
+                size = len(batch.views)
+                part = _Part(view, rows, batch.shape, 1000 * batch.network_s / size, size)
                 of_frame = parts.setdefault(view.sequence, [])
                 of_frame.append(part)
                 if len(of_frame) == len(view.windows):
@@ -175,10 +179,18 @@ class _Part:
     rows: np.ndarray
     shape: Shape
     network_ms: float
+    batch_size: int
 
 
 def _finish(parts: list[_Part], merge: Callable[[list[np.ndarray], View], np.ndarray]) -> Done:
     parts = sorted(parts, key=lambda part: part.view.index)
     first = parts[0]
     rows = first.rows if len(parts) == 1 else merge([part.rows for part in parts], first.view)
-    return Done(first.view.frame, rows, first.shape, sum(part.network_ms for part in parts), len(parts))
+    return Done(
+        first.view.frame,
+        rows,
+        first.shape,
+        sum(part.network_ms for part in parts),
+        len(parts),
+        first.batch_size,
+    )

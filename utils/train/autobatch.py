@@ -1,14 +1,16 @@
-"""``--batch -1``: find the batch size from real training steps instead of a guess."""
+"""``--batch -1``: find the batch size from real training steps. Also what to say when one turns out too large."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 
 from utils.log import LOGGER
-from utils.runtime import autocast
+from utils.runtime import autocast, is_out_of_memory
+from utils.train.schedule import NOMINAL_BATCH
 
 CPU_BATCH = 16
 TRIED = (2, 4, 8, 16)
@@ -21,7 +23,7 @@ def find_batch_size(
     imgsz: int,
     device: torch.device,
     dtype: torch.dtype | None,
-    nominal: int = 64,
+    nominal: int = NOMINAL_BATCH,
 ) -> int:
     """Measure forward + loss + backward at a few sizes, fit a line, return the size that fills 80 % of free memory.
 
@@ -47,12 +49,65 @@ def find_batch_size(
         )
     slope = (peaks[-1] - peaks[0]) / (sizes[-1] - sizes[0])
     intercept = peaks[-1] - slope * sizes[-1]
-    batch = max(1, min(int((free * MEMORY_SHARE - intercept) / max(slope, 1)), 2 * nominal))
+    batch = min(fitting_batch(free, intercept, slope), 2 * nominal)
     LOGGER.info(
         f"--batch -1: {batch} ({slope / 2**20:.0f} MiB per image, {free / 2**30:.1f} GiB free, "
         f"about {(intercept + slope * batch) / 2**30:.1f} GiB will be used)"
     )
     return batch
+
+
+def fitting_batch(room: float, fixed: float, per_image: float) -> int:
+    """Return the batch that fills 80 % of ``room`` bytes, of which a step takes ``fixed`` and ``per_image``."""
+    return max(1, int((room * MEMORY_SHARE - fixed) / max(per_image, 1)))
+
+
+@contextlib.contextmanager
+def memory_advised(device: torch.device, batch_size: int, imgsz: int, *, group: int = 1) -> Iterator[None]:
+    """Train in the block; raise MemoryError with advice where it runs out of memory.
+
+    What lies in a GPU's memory before (model, averaged weights, a pool of pictures) is told from what a batch takes.
+    """
+    held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise MemoryError(memory_advice(device, batch_size, imgsz, held, group=group)) from error
+
+
+def memory_advice(device: torch.device, batch_size: int, imgsz: int, held: int = 0, *, group: int = 1) -> str:
+    """Return what to say when the device's memory is full: figures, and what to change.
+
+    Args:
+        held: bytes that were in use before the first step; 0 = not known, nothing is said about what would fit.
+        group: a batch has to be a multiple of it.
+    """
+    half = max(batch_size // 2 // group, 1) * group
+    if device.type != "cuda":
+        return (
+            f"main memory is full: batch {batch_size} at {imgsz} px. Try --batch {half} (gradients are summed over "
+            f"{NOMINAL_BATCH} images anyway), --grad-checkpoint, a smaller --img, fewer --workers, or leave --cache out"
+        )
+    free, total = torch.cuda.mem_get_info(device)
+    peak = torch.cuda.max_memory_allocated(device)
+    fitting, estimate = batch_size, ""
+    if 0 < held < peak:
+        # The step that failed had not got all it needs: an image takes this much or more.
+        per_image = (peak - held) / batch_size
+        room = free + torch.cuda.memory_reserved(device)
+        fitting = max(fitting_batch(room, held, per_image) // group, 1) * group
+    if fitting < batch_size:
+        estimate = (
+            f". Estimated from {held / 1e9:.1f} GB before the first step and at least {per_image / 1e9:.2f} GB for "
+            f"each image, --batch {fitting} is the largest that might fit"
+        )
+    return (
+        f"the GPU's memory is full: batch {batch_size} at {imgsz} px, {peak / 1e9:.1f} GB used by this run at most, "
+        f"{free / 1e9:.1f} of {total / 1e9:.1f} GB free. Try --batch {min(half, fitting)} (gradients are summed over "
+        f"{NOMINAL_BATCH} images anyway), --grad-checkpoint, a smaller --img, or --batch -1{estimate}"
+    )
 
 
 def _peak_bytes(

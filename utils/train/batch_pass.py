@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from utils.log import LOGGER
 from utils.runtime import GraphPool, autocast, device_lock, picture_layout, synchronise
 
 LossFunction = Callable[..., tuple[Tensor, Tensor]]
@@ -159,12 +158,7 @@ class CapturedPass(BatchPass):
                 recording = self._captured(kind, images, capacity)
         except RuntimeError as error:  # torch's and CUDA's own kinds derive from it
             self.is_off = True
-            self.recordings.clear()
-            self.pool.drop()
-            LOGGER.warning(
-                f"CUDA graphs are off, training goes on without them: {str(error).splitlines()[0]}. "
-                "--no-cuda-graphs avoids the attempt"
-            )
+            self.pool.give_up(self.recordings, "training", error)
             return None
         self.recordings[kind, capacity] = recording
         return recording

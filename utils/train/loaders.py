@@ -8,7 +8,7 @@ from utils.data.dataset import LoadImagesAndLabels
 from utils.data.loader import EpochLoader, create_dataloader
 from utils.data.pool import PoolSettings
 from utils.data.scan import require_objects
-from utils.data.shared_memory import PREFETCH, shared_bytes
+from utils.data.shared_memory import shared_bytes
 from utils.data.spec import DataSpec
 from utils.kernels.layout import has_triton
 from utils.log import LOGGER
@@ -63,6 +63,7 @@ def make_loaders(
     )
     require_objects(train[1].report, "train: ")
     cache = None if options.noval or options.is_gpu_cache else options.cache
+    common["told"] = train[1].report
     val = create_dataloader(
         spec.val, imgsz, batch_size, stride, cache=cache, rect=True, pad=0.5, prefix="val: ", **common
     )
@@ -79,8 +80,8 @@ def waits_whole(loader: EpochLoader, imgsz: int) -> bool:
     Then the next validation had better be prepared during training: the network is through with so few pictures before
     workers that begin with the validation have made the first batch.
     """
-    ahead = loader.num_workers * PREFETCH
-    return len(loader) <= ahead and shared_bytes(loader.num_workers, loader.batch_size * 3 * imgsz**2) <= PREPARED_BYTES
+    needed = shared_bytes(loader.num_workers, loader.batch_size * 3 * imgsz**2, loader.prefetch)
+    return len(loader) <= loader.num_workers * loader.prefetch and needed <= PREPARED_BYTES
 
 
 def idle_caches(options: TrainOptions) -> list[str]:

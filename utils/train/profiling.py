@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from dataclasses import replace
 
@@ -20,18 +21,13 @@ from utils.train.trainer import Trainer
 def profile_training(options: TrainOptions) -> list[Diagnosis]:
     """Run a few dozen steps of the training that ``options`` describe; print a table and advice, and return that."""
     with tempfile.TemporaryDirectory(prefix="yolov9-profile-") as folder:
-        trainer = Trainer(replace(options, project=folder, noplots=True, epochs=max(options.epochs, 2)))
-        trainer.begin_epoch(0)
-        trainer.train_loader.set_epoch(0)
-        try:
+        changes = {"project": folder, "noplots": True, "epochs": max(options.epochs, 2)}
+        with contextlib.closing(Trainer(replace(options, **changes))) as trainer:
+            trainer.begin_epoch(0)
+            trainer.train_loader.set_epoch(0)
             profile = profile_loader(
                 trainer.train_loader, step_parts(trainer), trainer.device, workers=trainer.train_loader.num_workers
             )
-        finally:
-            trainer.monitor.close()
-            trainer.train_loader.close()
-            trainer.warning_recorder.close()  # its folder goes
-            trainer.lock = None
     return print_profile(profile, trainer.device)
 
 

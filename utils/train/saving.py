@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import fields, replace
 from pathlib import Path
@@ -57,7 +58,7 @@ class CheckpointWriter:
     """
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pool: ThreadPoolExecutor | None = None
         self._running: Future[None] | None = None
         self.written: set[Path] = set()
 
@@ -79,6 +80,7 @@ class CheckpointWriter:
         """Copy the tensors, then let :func:`write_files` go on beside the caller; the one before has to end first."""
         self.wait()
         copied = {item.name: host_copy(getattr(checkpoint, item.name)) for item in fields(checkpoint)}
+        self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._running = self._pool.submit(write_files, replace(checkpoint, **copied), files, self.written)
 
     def wait(self) -> None:
@@ -96,11 +98,14 @@ class CheckpointWriter:
                 self._running = None
 
     def close(self) -> None:
-        """Wait; what went wrong is said, as the caller has an error of its own or none to raise."""
+        """Wait and end the thread; what went wrong is said, as the caller has an error of its own or none to raise."""
         try:
             self.wait()
         except OSError as error:
             LOGGER.warning(str(error))
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -110,7 +115,17 @@ def remove_leftovers(folder: Path) -> None:
             leftover.unlink(missing_ok=True)
 
 
-def break_off(trainer: Trainer, *, is_wanted: bool) -> None:
+@contextlib.contextmanager
+def resumable(trainer: Trainer) -> Iterator[None]:
+    """Train in the block; say how to go on where it is interrupted or meets an error of the system."""
+    try:
+        yield
+    except (KeyboardInterrupt, OSError) as error:
+        _break_off(trainer, is_wanted=isinstance(error, KeyboardInterrupt))
+        raise
+
+
+def _break_off(trainer: Trainer, *, is_wanted: bool) -> None:
     """Let the writing end and say how a run goes on that was interrupted (wanted) or met an error of the system.
 
     After an interruption the weights that are best so far are made small, as at the end of a run.
@@ -132,9 +147,14 @@ def break_off(trainer: Trainer, *, is_wanted: bool) -> None:
             LOGGER.warning(f"{trainer.best} keeps its full size: {error}")
 
 
-def say_what_is_left(trainer: Trainer) -> None:
-    """Say how to make up for the final validation of a run that was broken off there."""
-    LOGGER.info(
-        f"\nAll epochs are done and {trainer.best} holds the weights. To make up for the final validation: python "
-        f"val_dual.py --weights {trainer.best} --data {trainer.spec.yaml_file}"
-    )
+@contextlib.contextmanager
+def repeatable_validation(trainer: Trainer) -> Iterator[None]:
+    """Make the final validation in the block; say how to make up for it where it is broken off."""
+    try:
+        yield
+    except (KeyboardInterrupt, OSError):
+        LOGGER.info(
+            f"\nAll epochs are done and {trainer.best} holds the weights. To make up for the final validation: python "
+            f"val_dual.py --weights {trainer.best} --data {trainer.spec.yaml_file}"
+        )
+        raise

@@ -21,11 +21,12 @@ from utils.files import REPO_ROOT, find_file
 from utils.kernels.check import fused_kernels_work
 from utils.log import LOGGER, counted
 from utils.options import YAML_SUFFIXES, Hyp, TrainOptions
-from utils.runtime import refuse_distributed
+from utils.preflight import apply_alloc_conf, preflight
+from utils.runtime import is_automatic, refuse_distributed, select_device
 from utils.train.loaders import check_device
 from utils.train.loss import ComputeLoss
 from utils.train.loss_check import kernel_obstacle
-from utils.train.schedule import NOMINAL_BATCH, Restarts, Schedule, accumulation, describe_restarts, warmup_steps
+from utils.train.schedule import Restarts, Schedule, accumulation, describe_restarts, warmup_steps
 
 FEW_UPDATES = 300  # optimizer steps in which a network does not get far from random weights
 MAX_NAME = 255  # bytes that usual file systems allow for a name
@@ -180,6 +181,18 @@ def check_run_path(options: TrainOptions) -> None:
         raise ValueError(f"{typed}: {existing} is a file, not a folder; choose another --project or --name")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise ValueError(f"{typed}: {existing} may not be written to; choose another --project")
+
+
+def prepare_device(options: TrainOptions, hyp: Hyp) -> torch.device:
+    """Set up the allocator, choose the device and try it.
+
+    Raises what ``select_device`` and :func:`check_demands` raise.
+    """
+    LOGGER.info(apply_alloc_conf(options.alloc_conf))
+    device = select_device(options.device)
+    check_demands(options, hyp, device)
+    preflight(device, is_wanted=not is_automatic(options.device)).log()
+    return device
 
 
 def check_demands(options: TrainOptions, hyp: Hyp, device: torch.device) -> None:
@@ -364,23 +377,6 @@ def amp_dtype(device: torch.device, options: TrainOptions) -> torch.dtype | None
     if not options.amp or device.type != "cuda":
         return None
     return torch.bfloat16 if options.amp_dtype == "bf16" else torch.float16
-
-
-def memory_advice(device: torch.device, batch_size: int, imgsz: int) -> str:
-    """Return what to say when the device's memory is full: figures, and what to change."""
-    if device.type != "cuda":
-        return (
-            f"main memory is full: batch {batch_size} at {imgsz} px. Try --batch {max(batch_size // 2, 1)} (gradients "
-            f"are summed over {NOMINAL_BATCH} images anyway), --grad-checkpoint, a smaller --img, fewer --workers, or "
-            "leave --cache out"
-        )
-    free, total = torch.cuda.mem_get_info(device)
-    return (
-        f"the GPU's memory is full: batch {batch_size} at {imgsz} px, "
-        f"{torch.cuda.max_memory_allocated(device) / 1e9:.1f} GB used by this run at most, "
-        f"{free / 1e9:.1f} of {total / 1e9:.1f} GB free. Try --batch {max(batch_size // 2, 1)} (gradients are summed "
-        f"over {NOMINAL_BATCH} images anyway), --grad-checkpoint, a smaller --img, or --batch -1"
-    )
 
 
 def switch_kernels(model: DetectionModel, device: torch.device, options: TrainOptions) -> bool:

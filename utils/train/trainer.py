@@ -27,27 +27,25 @@ from utils.evaluate.warning_file import WarningRecorder
 from utils.files import increment_path, lock_folder, write_yaml
 from utils.log import LOGGER, counted, progress
 from utils.options import Hyp, TrainOptions
-from utils.preflight import apply_alloc_conf, preflight
-from utils.runtime import check_img_size, init_seeds, is_out_of_memory, limit_threads, place, select_device
-from utils.train.autobatch import find_batch_size
+from utils.runtime import check_img_size, init_seeds, limit_threads, place
+from utils.train.autobatch import find_batch_size, memory_advised
 from utils.train.batch_pass import CapturedPass, make_batch_pass
 from utils.train.ema import ModelEMA
 from utils.train.gpu_sampler import GpuSampler
 from utils.train.loaders import make_loaders
 from utils.train.monitor import Monitor, MonitorSetup, ResultsTable, TensorBoardWriter, has_room, progress_header
 from utils.train.optim import apply_plan, smart_optimizer
-from utils.train.saving import CheckpointWriter, break_off, remove_leftovers, say_what_is_left
+from utils.train.saving import CheckpointWriter, remove_leftovers, repeatable_validation, resumable
 from utils.train.schedule import NOMINAL_BATCH, describe_mosaic, has_mosaic, random_size, smoothing_at
 from utils.train.setup import (
     amp_dtype,
     build_training_model,
-    check_demands,
     freeze_model,
     keep_batch_norm_still,
     load_data,
     make_loss,
     make_schedule,
-    memory_advice,
+    prepare_device,
     prepare_run,
     run_path,
     switch_kernels,
@@ -70,11 +68,8 @@ class Trainer:
         self.warning_recorder = WarningRecorder()
         self.options, resume, resume_folder = prepare_run(options)
         LOGGER.info("train: " + ", ".join(f"{name}={value}" for name, value in self.options.to_dict().items()))
-        LOGGER.info(apply_alloc_conf(self.options.alloc_conf))
-        self.device = select_device(self.options.device)
         self.hyp = Hyp.from_mapping(resume.hyp) if resume else self.options.load_hyp()
-        check_demands(self.options, self.hyp, self.device)
-        preflight(self.device).log()
+        self.device = prepare_device(self.options, self.hyp)
         init_seeds(self.options.seed, self.options.deterministic, autotune=not self.options.varies_sizes)
         self.spec = load_data(self.options)
         self.start_epoch = self.epoch = resume.epoch + 1 if resume else 0
@@ -203,9 +198,8 @@ class Trainer:
         self.monitor = Monitor(
             self.save_dir, self.device, setup, board=self.board, sampler=sampler, resume_step=self.step_index
         )
-        reports = {"train": self.train_set.report, "val": self.val_set.report}
         write_data_report(
-            reports,
+            {"train": self.train_set.report, "val": self.val_set.report},
             self.spec.names,
             self.imgsz,
             self.save_dir,
@@ -229,37 +223,46 @@ class Trainer:
             + f"\nImages {self.imgsz} px, {self.train_loader.num_workers} workers, results in {self.save_dir}"
             + f"\nTraining for {counted(options.epochs - self.start_epoch, 'epoch')}"
         )
-        result: ValResult | None = None
+        result, group = None, QUAD if options.quad else 1
         try:
-            for epoch in range(self.start_epoch, options.epochs):
-                self.begin_epoch(epoch)
-                record = self.run_epoch()
-                result, is_done = self.end_epoch(record)
-                if is_done:
-                    break
-            self.writer.wait()
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            raise MemoryError(memory_advice(self.device, self.batch_size, self.imgsz)) from error
-        except (KeyboardInterrupt, OSError) as error:
-            break_off(self, is_wanted=isinstance(error, KeyboardInterrupt))
+            with resumable(self), memory_advised(self.device, self.batch_size, self.imgsz, group=group):
+                for epoch in range(self.start_epoch, options.epochs):
+                    self.begin_epoch(epoch)
+                    result, is_done = self.end_epoch(self.run_epoch())
+                    if is_done:
+                        break
+                self.writer.wait()
+            self._end_training()
+            hours = (time.perf_counter() - started) / 3600
+            LOGGER.info(f"\n{counted(self.epoch - self.start_epoch + 1, 'epoch')} completed in {hours:.3f} hours")
+            with repeatable_validation(self):
+                final = self.finish()
+        except BaseException:
+            self.close(is_failed=True)
             raise
-        finally:
-            self.skipped.warnings.summarise()
-            self.monitor.close()
-            self.train_loader.close()
-            self.writer.close()
-            self.board.close()
-        hours = (time.perf_counter() - started) / 3600
-        LOGGER.info(f"\n{counted(self.epoch - self.start_epoch + 1, 'epoch')} completed in {hours:.3f} hours")
-        try:
-            return self.finish() or result
-        except (KeyboardInterrupt, OSError):
-            say_what_is_left(self)
-            raise
-        finally:
-            self.val_loader.close()
+        self.close()
+        return final or result
+
+    def close(self, *, is_failed: bool = False) -> None:
+        """End the loaders' processes, the threads and writers; for those who train without :meth:`fit`, which does it.
+
+        ``is_failed``: the error is still to be told, and to be recorded in the folder of the run, which stays claimed.
+        """
+        self._end_training()
+        self.val_loader.close()
+        if is_failed:
+            return
+        self.warning_recorder.close()
+        if self.lock is not None:
+            self.lock.close()
+
+    def _end_training(self) -> None:
+        """Close what the final validation does not need."""
+        self.skipped.warnings.summarise()
+        self.monitor.close()
+        self.train_loader.close()
+        self.writer.close()
+        self.board.close()
 
     def begin_epoch(self, epoch: int) -> None:
         """Set everything that depends on the epoch: mosaic, data order, training mode."""
@@ -409,7 +412,6 @@ class Trainer:
             plot_results(self.save_dir / "results.csv")
             plot_run(self.save_dir)
         write_report(self.save_dir)
-        self.warning_recorder.close()
         LOGGER.info(f"Results saved to {self.save_dir}")
         return result
 
