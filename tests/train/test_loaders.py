@@ -110,24 +110,23 @@ def test_a_resumed_run_with_plans_is_the_uninterrupted_one(
 
 
 @pytest.mark.parametrize(
-    ("batches", "workers", "batch_size", "imgsz", "expected"),
+    ("pictures", "ahead", "imgsz", "expected"),
     [
-        (3, 8, 32, 640, True),
-        (16, 8, 32, 640, True),
-        (17, 8, 32, 640, False),  # the network is busy for longer than the first batch takes
-        (3, 8, 64, 640, False),  # too much memory
-        (3, 0, 32, 640, False),
+        (87, 176, 640, True),
+        (512, 512, 640, True),
+        (513, 512, 640, False),  # the network is busy for longer than the first batch takes
+        (87, 1024, 640, False),  # too much memory
+        (87, 0, 640, False),  # no workers
     ],
 )
 def test_validation_sets_that_wait_for_the_next_validation(
-    batches: int, workers: int, batch_size: int, imgsz: int, expected: bool
+    pictures: int, ahead: int, imgsz: int, expected: bool
 ) -> None:
     class Loader:
-        def __len__(self) -> int:
-            return batches
+        dataset = range(pictures)
 
     loader = Loader()
-    loader.num_workers, loader.batch_size = workers, batch_size
+    loader.ahead = ahead
     assert waits_whole(loader, imgsz) == expected
 
 
