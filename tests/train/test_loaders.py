@@ -129,28 +129,23 @@ def test_a_training_whose_sets_are_one_folder_warns_once(
 
 
 @pytest.mark.parametrize(
-    ("batches", "workers", "prefetch", "batch_size", "imgsz", "expected"),
+    ("pictures", "ahead", "imgsz", "expected"),
     [
-        (3, 8, 2, 32, 640, True),
-        (16, 8, 2, 32, 640, True),
-        (17, 8, 2, 32, 640, False),  # the network is busy for longer than the first batch takes
-        (3, 8, 2, 64, 640, False),  # too much memory
-        (3, 0, 0, 32, 640, False),
-        (8, 8, 1, 32, 640, True),  # little shared memory: the workers may be one batch ahead
-        (9, 8, 1, 32, 640, False),
-        (3, 8, 1, 56, 640, True),  # so larger ones fit
-        (3, 8, 2, 56, 640, False),
+        (87, 176, 640, True),
+        (512, 512, 640, True),
+        (513, 512, 640, False),  # the network is busy for longer than the first batch takes
+        (87, 1024, 640, False),  # too much memory
+        (87, 0, 640, False),  # no workers
     ],
 )
 def test_validation_sets_that_wait_for_the_next_validation(
-    batches: int, workers: int, prefetch: int, batch_size: int, imgsz: int, expected: bool
+    pictures: int, ahead: int, imgsz: int, expected: bool
 ) -> None:
     class Loader:
-        def __len__(self) -> int:
-            return batches
+        dataset = range(pictures)
 
     loader = Loader()
-    loader.num_workers, loader.prefetch, loader.batch_size = workers, prefetch, batch_size
+    loader.ahead = ahead
     assert waits_whole(loader, imgsz) == expected
 
 

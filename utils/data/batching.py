@@ -43,6 +43,28 @@ class Parcel:
         """Images (B, 3, H, W) uint8, targets (T, 6), paths, shapes."""
         return self.images, self.targets, self.paths, self.shapes
 
+    @classmethod
+    def joined(cls, pieces: Sequence[Parcel], *, pin_memory: bool = False) -> Parcel:
+        """Put the pieces of a batch together, whose pictures have one size."""
+        if len(pieces) == 1:
+            return pieces[0].pin_memory() if pin_memory else pieces[0]
+        size = (sum(len(piece.images) for piece in pieces), *pieces[0].images.shape[1:])
+        images = torch.empty(size, dtype=torch.uint8, pin_memory=pin_memory)
+        targets, start = [], 0
+        for piece in pieces:
+            images[start : start + len(piece.images)] = piece.images
+            rows = piece.targets.clone()
+            rows[:, 0] += start
+            targets.append(rows)
+            start += len(piece.images)
+        joined = torch.cat(targets)
+        return cls(
+            images,
+            joined.pin_memory() if pin_memory else joined,
+            tuple(path for piece in pieces for path in piece.paths),
+            tuple(shape for piece in pieces for shape in piece.shapes),
+        )
+
 
 @dataclass(frozen=True)
 class Failure:

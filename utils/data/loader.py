@@ -23,7 +23,15 @@ from utils.data.plan_batches import PlanBatch, PlanMaker
 from utils.data.plan_stream import FILL_PICTURES, PlanStream
 from utils.data.plans import PlannedImagesAndLabels
 from utils.data.pool import PoolLayout, PoolSettings, plan_pool
-from utils.data.sampling import BatchStream, EpochPlan, checked_weights, class_weights, image_weights
+from utils.data.sampling import (
+    BatchStream,
+    EpochPlan,
+    Pieces,
+    checked_weights,
+    class_weights,
+    image_weights,
+    piece_size,
+)
 from utils.data.scan import ScanResult
 from utils.data.shared_memory import PREFETCH, fit_shared_memory
 from utils.data.stall import Readings, StallWatch, stall_text
@@ -59,20 +67,23 @@ class EpochLoader:
         pin_memory: bool | None = None,
         multiprocessing_context: str | None = None,
         composer: Composer | None = None,
+        piece: int | None = None,
     ) -> None:
         self.dataset, self.num_workers, self.batch_size = dataset, workers, stream.batch_size
-        self.prefetch = prefetch  # batches that each worker may be ahead
+        self._pieces = Pieces(stream, piece) if workers and piece and piece < stream.batch_size else None
+        self.ahead = workers * prefetch * (piece or stream.batch_size)  # pictures that workers prepare
         self.composer, self._is_pool_filled = composer, False
         self._stream, self._weights = stream, weights
         self._maker = (BatchMaker if composer is None else PlanMaker)(dataset, quad=quad, seed=stream.seed)
+        self._pins = use_pinned_memory() if pin_memory is None else pin_memory
         self._loader = DataLoader(
             self._maker,
             batch_size=None,  # the stream makes batches already
-            sampler=stream,
+            sampler=self._pieces or stream,
             num_workers=workers,
             prefetch_factor=prefetch if workers else None,
             persistent_workers=workers > 0,
-            pin_memory=use_pinned_memory() if pin_memory is None else pin_memory,
+            pin_memory=self._pins and self._pieces is None,
             collate_fn=_as_it_is,
             worker_init_fn=init_worker,
             multiprocessing_context=multiprocessing_context if workers else None,
@@ -185,13 +196,22 @@ class EpochLoader:
                 self._parcels = iter(self._loader)
 
     def _take(self) -> Batch | PlanBatch:
-        with self._watch.waiting():
-            parcel = next(self._parcels)
+        parcel = self._next() if self._pieces is None else self._next_of_pieces()
         if isinstance(parcel, PlanBatch) and self._stream.sent:
             parcel = self._renewed(parcel)
         if isinstance(parcel, Failure):
             raise_failure(parcel, self.worker_pids())
         return parcel.batch()
+
+    def _next(self) -> Parcel | PlanBatch | Failure:
+        with self._watch.waiting():
+            return next(self._parcels)
+
+    def _next_of_pieces(self) -> Parcel | Failure:
+        """A whole batch, made by several workers, or what went wrong with one of its pieces."""
+        pieces = [self._next() for _ in range(self._pieces.counts.popleft())]
+        failure = next((piece for piece in pieces if isinstance(piece, Failure)), None)
+        return failure or Parcel.joined(pieces, pin_memory=self._pins)
 
     def _renewed(self, plans: PlanBatch) -> PlanBatch | Failure:
         """The plans, made anew where another process found a picture unreadable that they may count on."""
@@ -252,14 +272,14 @@ def create_dataloader(
     layout = None if pool is None else plan_pool(dataset.shapes, imgsz, batch_size, pool, prefix)
     batch_bytes, workers = _batch_bytes(dataset, batch_size, layout), worker_count(workers, batch_size)
     workers, prefetch = fit_shared_memory(workers, batch_bytes, share=memory_share, prefix=prefix)
-    loader = EpochLoader(
+    return EpochLoader(
         dataset,
         _stream(len(dataset), batch_size, layout, shuffle=shuffle, seed=seed, drop_last=drop_last, group=group),
         composer=None if layout is None else Composer(layout, pool.device, use_triton=pool.use_triton),
         weights=_first_weights(dataset, nc) if image_weights else None,
         workers=workers, prefetch=prefetch, quad=quad, multiprocessing_context=multiprocessing_context,
-    )  # fmt: skip
-    return loader, dataset
+        piece=None if augment or quad or pool else piece_size(len(dataset), batch_size, workers, prefetch),
+    ), dataset  # fmt: skip
 
 
 def _stream(length: int, batch_size: int, layout: PoolLayout | None, **order: bool | int) -> BatchStream:

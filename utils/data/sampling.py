@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -92,6 +93,37 @@ class BatchStream(Sampler[list[SampleKey]]):
             chosen = slice(start, min(start + self.batch_size, usable))
             columns = (values[chosen].tolist() for values in (order, repeats, partners))
             yield [SampleKey(plan.epoch, i, plan.is_mosaic, n, tuple(p)) for i, n, p in zip(*columns, strict=True)]
+
+
+class Pieces(Sampler[list[SampleKey]]):
+    """The lists of a stream in pieces of at most ``size`` keys, so that several workers make one batch.
+
+    `counts` holds how many pieces each batch has that was handed out, oldest first.
+    """
+
+    def __init__(self, stream: BatchStream, size: int) -> None:
+        self.stream, self.size = stream, size
+        self.counts: deque[int] = deque()
+
+    def __iter__(self) -> Iterator[list[SampleKey]]:
+        self.counts.clear()
+        for keys in self.stream:
+            count = -(-len(keys) // self.size)
+            self.counts.append(count)
+            bounds = [len(keys) * number // count for number in range(count + 1)]
+            yield from (keys[start:end] for start, end in pairwise(bounds))
+
+
+def piece_size(length: int, batch_size: int, workers: int, prefetch: int) -> int:
+    """Pictures of a batch that one worker makes: all of them, or fewer where workers would have nothing to do.
+
+    A set of few batches is cut into as many pieces as workers prepare: its first batch comes sooner, and nobody waits
+    for the last one.
+    """
+    ahead = workers * prefetch
+    if workers < 2 or -(-length // batch_size) >= ahead:
+        return batch_size
+    return min(batch_size, -(-length // ahead))
 
 
 def epoch_order(

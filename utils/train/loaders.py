@@ -8,7 +8,6 @@ from utils.data.dataset import LoadImagesAndLabels
 from utils.data.loader import EpochLoader, create_dataloader
 from utils.data.pool import PoolSettings
 from utils.data.scan import require_objects
-from utils.data.shared_memory import shared_bytes
 from utils.data.spec import DataSpec
 from utils.kernels.layout import has_triton
 from utils.log import LOGGER
@@ -80,8 +79,7 @@ def waits_whole(loader: EpochLoader, imgsz: int) -> bool:
     Then the next validation had better be prepared during training: the network is through with so few pictures before
     workers that begin with the validation have made the first batch.
     """
-    needed = shared_bytes(loader.num_workers, loader.batch_size * 3 * imgsz**2, loader.prefetch)
-    return len(loader) <= loader.num_workers * loader.prefetch and needed <= PREPARED_BYTES
+    return len(loader.dataset) <= loader.ahead and loader.ahead * 3 * imgsz**2 <= PREPARED_BYTES
 
 
 def idle_caches(options: TrainOptions) -> list[str]:
