@@ -70,7 +70,7 @@ def test_a_container_of_64_mb_still_loads(
     monkeypatch.setattr("utils.data.shared_memory.SHARED_MEMORY", Path.cwd())
     monkeypatch.setattr("utils.data.shared_memory.shutil.disk_usage", lambda _: Usage(1 << 26, 0, int(free_mb * 2**20)))
     loader = loader_of(shapes_dataset, 2)
-    assert (loader.num_workers, loader.prefetch) == (workers, prefetch)
+    assert (loader.num_workers, loader.ahead) == (workers, workers * prefetch * 5)  # batches of 5
     assert len(said) == (prefetch < 2)
     assert sum(len(batch[0]) for batch in loader) == 24
     loader.close()
