@@ -15,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # after parsing, so that --help answers without loading torch
     from utils.deploy.detector import Detector
 
-    end_like_interrupt("SIGTERM")  # otherwise videos would lack the index that players need
+    end_like_interrupt("SIGTERM", "SIGHUP")  # otherwise videos would lack the index that players need
     return Detector(options).run().exit_code
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from utils.cli import run_script
+from utils.cli import end_like_interrupt, run_script
 from utils.options import ValOptions
 
 
@@ -15,8 +15,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     # after parsing, so that --help answers without loading torch
     from utils.evaluate.tasks import evaluate
 
-    evaluate(options)
-    return 0
+    end_like_interrupt("SIGTERM", "SIGHUP")  # otherwise loader processes and their temporary folders would be left
+    results = evaluate(options)
+    # files that could not be written were named; the figures are printed all the same
+    return int(any(result.unwritten for result in (results if isinstance(results, list) else [results])))
 
 
 def run(**keywords: Any):  # noqa: ANN201 - ValResult or a list of them, whose module loads torch

@@ -19,6 +19,7 @@ from models.published import find_weights
 from models.reparam import inference_form
 from models.replay import Replay
 from models.runners import (
+    BuiltInNms,
     EngineRunner,
     OnnxRuntimeRunner,
     OpenCvRunner,
@@ -46,6 +47,7 @@ class DetectMultiBackend(nn.Module):
         batch_size: images per call the file is restricted to, None if free; other numbers are split and padded here.
         pt, jit, onnx, engine, xml: which kind of file it is.
         fp16: whether images are fed in half precision.
+        built_in_nms: thresholds of NMS inside the file (``conf_thres``, ``iou_thres``, ``max_det``), None without NMS.
 
     Example::
 
@@ -95,6 +97,7 @@ class DetectMultiBackend(nn.Module):
         if absent is not None:
             self._do_without(absent, path)
         self.static_shape, self.batch_size = self.runner.static_shape, self.runner.batch_size
+        self.built_in_nms = self.runner.built_in_nms
 
     def _open(self, path: Path, dnn: bool, names: Any, fp16: bool, fuse: bool) -> Runner:
         if self.pt:
@@ -173,6 +176,7 @@ class TorchRunner(nn.Module):
 
     static_shape: tuple[int, int] | None = None
     batch_size: int | None = None
+    built_in_nms: BuiltInNms | None = None
 
     def __init__(self, path: Path, device: torch.device, fp16: bool, fuse: bool) -> None:
         super().__init__()

@@ -6,6 +6,7 @@ import ast
 import json
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -30,6 +31,15 @@ END2END_OUTPUTS = ("num_dets", "boxes", "scores", "classes")
 """Outputs of a file with NMS inside: (B, 1), (B, K, 4) x1 y1 x2 y2 in input pixels, (B, K), (B, K)."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class BuiltInNms:
+    """Thresholds of the NMS inside a file; nothing that is asked for later brings back what they removed."""
+
+    conf_thres: float
+    iou_thres: float
+    max_det: int
+
+
 class Runner(Protocol):
     """What the backend needs from one kind of file."""
 
@@ -38,6 +48,7 @@ class Runner(Protocol):
     static_shape: tuple[int, int] | None
     batch_size: int | None
     fp16: bool
+    built_in_nms: BuiltInNms | None
 
     def __call__(self, images: Tensor) -> list[Tensor]:
         """Return all outputs for images of the runner's number type."""
@@ -47,6 +58,7 @@ class ScriptRunner(nn.Module):
     """A TorchScript file; batch size free, height and width as traced."""
 
     batch_size: int | None = None
+    built_in_nms: BuiltInNms | None = None
 
     def __init__(self, path: Path, device: torch.device, names: Any = None) -> None:
         super().__init__()
@@ -97,6 +109,7 @@ class OnnxRuntimeRunner:
         self.static_shape = (height, width) if height and width else None
         self.stride = _stride(metadata, path)
         self.has_nms = set(END2END_OUTPUTS) <= set(self.output_names)
+        self.built_in_nms = _built_in_nms(metadata, path) if self.has_nms else None
         shape = None if self.has_nms else outputs[-1].shape
         self.names = _names(_literal(metadata.get("names"), path) or names, shape, path)
 
@@ -113,6 +126,7 @@ class OpenCvRunner:
     """An ONNX file in OpenCV's network module; its metadata are read with the onnx package where that is installed."""
 
     fp16 = False
+    built_in_nms: BuiltInNms | None = None
 
     def __init__(self, path: Path, names: Any) -> None:
         try:
@@ -120,6 +134,8 @@ class OpenCvRunner:
         except cv2.error as error:
             raise ValueError(f"OpenCV cannot read {path}: {error.err}; leave out --dnn") from error
         self.outputs = self.network.getUnconnectedOutLayersNames()
+        if set(END2END_OUTPUTS) <= set(self.outputs):
+            raise ValueError(f"{path} holds NMS, which OpenCV cannot run; leave out --dnn, or export without --end2end")
         metadata, shape = _onnx_description(path)
         batch, height, width = (shape[axis] for axis in (0, 2, 3)) if len(shape) == 4 else (None, None, None)
         self.batch_size = batch
@@ -136,6 +152,7 @@ class OpenVinoRunner:
     """A folder with an OpenVINO network (.xml, .bin) and its description (.yaml), on the CPU."""
 
     fp16 = False
+    built_in_nms: BuiltInNms | None = None
 
     def __init__(self, path: Path, names: Any = None) -> None:
         try:
@@ -172,6 +189,8 @@ class OpenVinoRunner:
 
 class EngineRunner:
     """A TensorRT engine (8.6 or later), with or without a description in front of it."""
+
+    built_in_nms: BuiltInNms | None = None
 
     def __init__(self, path: Path, device: torch.device, names: Any = None) -> None:
         if device.type != "cuda":
@@ -273,6 +292,22 @@ def lead_output(outputs: list[Tensor]) -> Tensor:
         shapes = ", ".join(str(tuple(output.shape)) for output in outputs)
         raise ValueError(f"no output of shape (B, 4 + nc, A) in this file, found {shapes}; export it again")
     return predictions[-1]
+
+
+def _built_in_nms(metadata: Mapping[str, str], path: Path) -> BuiltInNms | None:
+    """Read what a file says about its NMS; None, with a warning, where it says nothing."""
+    if "nms" not in metadata:
+        LOGGER.warning(
+            f"{path.name} holds NMS and does not tell its thresholds: lower --conf-thres and higher --iou-thres than "
+            "those have no effect"
+        )
+        return None
+    try:
+        told = json.loads(metadata["nms"])
+        conf_thres, iou_thres = float(told["conf_thres"]), float(told["iou_thres"])
+        return BuiltInNms(conf_thres=conf_thres, iou_thres=iou_thres, max_det=int(told["max_det"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} states the NMS {metadata['nms'][:80]!r}, which is none; export it again") from error
 
 
 def _json_object(text: str | bytes, path: Path) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from utils.files import (
     increment_path,
     json_text,
     read_yaml,
+    shorten,
     write_text_atomic,
     write_yaml,
 )
@@ -120,6 +121,26 @@ def test_a_line_is_added_whole_or_not_at_all(tmp_path: Path, small_disk: None) -
 def test_json_of_values_that_json_has_no_word_for() -> None:
     content = {"a": float("inf"), "b": [float("nan"), 1.5], 3: (np.float32("inf"), np.int64(7)), "d": date(2024, 5, 1)}
     assert json.loads(json_text(content)) == {"a": None, "b": [None, 1.5], "3": [None, 7], "d": "2024-05-01"}
+
+
+def test_names_that_are_no_text_can_be_written(tmp_path: Path) -> None:
+    name = os.fsdecode(b"caf\xe9") + " \\ \U0001f600 \u4e2d"
+    text = json_text({name: [name]})
+    assert json.loads(text.encode("utf-8")) == {name: [name]}
+    path = tmp_path / os.fsdecode(b"caf\xe9.json")
+    write_text_atomic(path, json.dumps({name: 1}, ensure_ascii=False))
+    assert json.loads(path.read_text(encoding="utf-8")) == {name: 1}
+    write_yaml(tmp_path / "a.yaml", {"name": name})
+    assert read_yaml(tmp_path / "a.yaml") == {"name": name}
+
+
+@pytest.mark.parametrize("letter", ["n", "\u00e9", "\u4e2d", "\U0001f600", "byte"])
+def test_names_are_cut_to_the_bytes_there_is_room_for(letter: str) -> None:
+    letter = os.fsdecode(b"\xe9") if letter == "byte" else letter
+    short, one, other = letter * 20, letter * 300, letter * 299 + "x"
+    assert shorten(short, 200) == short
+    cut = [shorten(name, 200) for name in (one, other)]
+    assert cut[0] != cut[1] and all(len(os.fsencode(name)) <= 200 for name in cut)
 
 
 def test_find_file_takes_paths_bare_names_and_names_what_it_searched(tmp_path: Path) -> None:

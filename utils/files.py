@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -27,6 +28,7 @@ except ImportError:  # not on Windows
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no room on the disk, in the quota, for a file of that size
 NOT_ROOM = (errno.EISDIR, errno.ENOTDIR, errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST)
+MAX_NAME_BYTES = 255  # of one name in a path, on all common file systems
 REPO_ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -53,6 +55,15 @@ def increment_path(path: str | Path, exist_ok: bool = False, sep: str = "", mkdi
         number += 1
 
 
+def shorten(name: str, room: int) -> str:
+    """Return ``name``, cut to ``room`` bytes with a digest of the whole at its end where it is longer."""
+    encoded = os.fsencode(name)
+    if len(encoded) <= room:
+        return name
+    digest = hashlib.sha256(encoded).hexdigest()[:8]
+    return encoded[: room - 9].decode("utf-8", "ignore") + "_" + digest
+
+
 @contextmanager
 def atomic_write(path: str | Path) -> Iterator[Path]:
     """Give a temporary path beside ``path``; rename it to ``path`` when the block ends well, delete it otherwise.
@@ -64,7 +75,9 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{zlib.crc32(path.name.encode()):08x}.{os.getpid()}.tmp")  # never longer than allowed
+    temporary = path.with_name(
+        f".{zlib.crc32(os.fsencode(path.name)):08x}.{os.getpid()}.tmp"
+    )  # never longer than allowed
     try:
         try:
             yield temporary
@@ -146,9 +159,12 @@ def lock_folder(folder: Path) -> TextIO | None:
 
 
 def write_text_atomic(path: str | Path, text: str) -> None:
-    """Write ``text`` as UTF-8 through :func:`atomic_write`."""
+    """Write ``text`` as UTF-8 through :func:`atomic_write`.
+
+    Bytes of file names that are no text (lone surrogates in Python) are escaped (``\\udce9``), as JSON and YAML do it.
+    """
     with atomic_write(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def append_line(path: str | Path, line: str) -> None:
@@ -174,7 +190,8 @@ def append_line(path: str | Path, line: str) -> None:
 
 def json_text(content: Any) -> str:
     """Return ``content`` as compact JSON that every reader takes; see :func:`plain_data`."""
-    return json.dumps(plain_data(content), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    text = json.dumps(plain_data(content), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")  # lone surrogates, of file names that are no text
 
 
 def plain_data(content: Any) -> Any:

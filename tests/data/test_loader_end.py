@@ -111,7 +111,7 @@ def test_a_forked_process_leaves_the_workers_alone() -> None:
 
 
 LEFT_OPEN = """
-    import sys
+    import os, signal, sys
     from tests.data.loader_kit import probe_loader
 
     loader = probe_loader(2)
@@ -123,14 +123,22 @@ LEFT_OPEN = """
         sys.kept = loader  # is taken down last
     if sys.argv[1] == "error":
         raise RuntimeError("on purpose")
+    if sys.argv[1] == "killed":
+        for pid in loader.worker_pids():
+            os.kill(pid, signal.SIGKILL)
     print("over")
 """
 
 
-@pytest.mark.parametrize("kind", ["global", "cycle", "kept", "error"])
-def test_a_program_that_leaves_a_loader_open_ends(kind: str) -> None:
-    """The loader is taken down with the interpreter, where a new thread would never begin to run."""
+@pytest.mark.parametrize("kind", ["global", "cycle", "kept", "error", "killed"])
+def test_a_program_that_leaves_a_loader_open_ends(kind: str, tmp_path: Path) -> None:
+    """The loader is taken down with the interpreter, where a new thread would never begin to run.
+
+    Nothing is left in the folder for temporary files, also where workers were killed.
+    """
     command = [sys.executable, "-c", textwrap.dedent(LEFT_OPEN), kind]
-    done = subprocess.run(command, cwd=REPO_ROOT, capture_output=True, text=True, timeout=100)
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, cwd=REPO_ROOT, capture_output=True, text=True, timeout=100, env=environment)
+    assert not list(tmp_path.iterdir())
     assert done.returncode == (1 if kind == "error" else 0)
     assert ("on purpose" in done.stderr) if kind == "error" else (done.stdout == "over\n" and not done.stderr)

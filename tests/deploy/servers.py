@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import re
 import shutil
 import socket
 import subprocess
@@ -20,7 +21,10 @@ BOUNDARY = "frame"
 
 
 class MjpegServer:
-    """A camera that sends JPEG pictures over HTTP, drops the connection after ``frames`` of them and takes new ones."""
+    """A camera that sends JPEG pictures over HTTP, drops the connection after ``frames`` of them and takes new ones.
+
+    Who asks for a part, to learn a length, is told none and is not counted.
+    """
 
     def __init__(self, image: np.ndarray, frames: int, connections: int, rate: float = 50.0) -> None:
         self.data = cv2.imencode(".jpg", image)[1].tobytes()
@@ -30,7 +34,10 @@ class MjpegServer:
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self) -> None:  # noqa: N802 - http.server's name
-                camera.serve(self)
+                if re.fullmatch(r"bytes=0-\d+", self.headers.get("Range", "")):
+                    camera.begin(self)
+                else:
+                    camera.serve(self)
 
             def log_message(self, *_: object) -> None:
                 pass
@@ -40,14 +47,18 @@ class MjpegServer:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
         self.address = f"http://127.0.0.1:{self._server.server_port}/live"
 
+    @staticmethod
+    def begin(request: http.server.BaseHTTPRequestHandler) -> None:
+        request.send_response(200)
+        request.send_header("Content-Type", f"multipart/x-mixed-replace; boundary={BOUNDARY}")
+        request.end_headers()
+
     def serve(self, request: http.server.BaseHTTPRequestHandler) -> None:
         if self.served >= self.connections:
             request.send_error(503)
             return
         self.served += 1
-        request.send_response(200)
-        request.send_header("Content-Type", f"multipart/x-mixed-replace; boundary={BOUNDARY}")
-        request.end_headers()
+        self.begin(request)
         try:
             for _ in range(self.frames):
                 head = f"--{BOUNDARY}\r\nContent-Type: image/jpeg\r\nContent-Length: {len(self.data)}\r\n\r\n"

@@ -19,9 +19,10 @@ import detect_dual
 from models.checkpoint import Checkpoint, save_checkpoint
 from models.graph import DetectionModel
 from tests.deploy.fakes import BOX, NAMES, ColourBackend, picture, read_video, write_picture, write_video
+from tests.deploy.runs import contents, detect, files_of, table_of
 from tests.reference.tiny import tiny_dual
 from utils.deploy import detector as detector_module
-from utils.deploy.detector import DetectionSummary, Detector
+from utils.deploy.detector import Detector
 from utils.deploy.display import count_text, display_problem
 from utils.deploy.exporter import export
 from utils.deploy.pipeline import line_width
@@ -29,26 +30,6 @@ from utils.deploy.writers import RunWriter
 from utils.options import DetectOptions, ExportOptions
 
 REPO_ROOT = Path(detector_module.__file__).resolve().parents[2]
-
-
-def detect(
-    folder: Path, source: object, batch_size: int = 1, model: ColourBackend | None = None, **options: object
-) -> DetectionSummary:
-    settings = {"project": str(folder / "runs"), "imgsz": [96], "video_codec": "mp4v"} | options
-    model = model or ColourBackend()
-    return Detector(DetectOptions(source=str(source), **settings), model=model, batch_size=batch_size).run()
-
-
-def files_of(folder: Path) -> list[str]:
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {name: (folder / name).read_bytes() for name in files_of(folder)}
-
-
-def table_of(folder: Path) -> list[list[str]]:
-    return [line.split("\t") for line in (folder / "results.txt").read_text(encoding="utf-8").splitlines()[1:]]
 
 
 def find_red_box(image: np.ndarray) -> list[int]:
@@ -253,7 +234,7 @@ def test_files_of_the_user_are_never_replaced(tmp_path: Path) -> None:
     write_picture(tmp_path / "data" / "images" / "a.jpg")
     (tmp_path / "data" / "labels").mkdir()
     (tmp_path / "data" / "labels" / "a.txt").write_text("0 0.5 0.5 1 1\n")
-    with pytest.raises(ValueError, match="labels is not from a run"):
+    with pytest.raises(ValueError, match="data/labels are not from a run of detection, but perhaps a data set"):
         detect(tmp_path, tmp_path / "data/images", project=str(tmp_path), name="data", exist_ok=True, save_txt=True)
     assert contents(tmp_path / "set") == before and (tmp_path / "data/labels/a.txt").read_text() == "0 0.5 0.5 1 1\n"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -129,3 +130,60 @@ def test_options_are_those_of_the_command() -> None:
         Predictor(None)
     with pytest.raises(ValueError, match="--classes 9"):
         Predictor(ColourBackend(), classes=[9])
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("imgsz", "160", "a side in pixels, or height and width, such as 640"),
+        ("imgsz", 160.5, "a side in pixels"),
+        ("imgsz", ["160", "128"], "a side in pixels"),
+        ("imgsz", None, "a side in pixels"),
+        ("imgsz", True, "a side in pixels"),
+        ("conf_thres", "0.5", "a number such as 0.25"),
+        ("conf_thres", None, "a number such as 0.25"),
+        ("conf_thres", [0.5], "a number such as 0.25"),
+        ("iou_thres", True, "a number such as 0.45"),
+        ("max_det", "300", "a whole number such as 1000"),
+        ("max_det", 2.5, "a whole number such as 1000"),
+        ("max_det", float("nan"), "a whole number such as 1000"),
+        ("max_det", float("inf"), "a whole number such as 1000"),
+        ("batch_size", "4", "a whole number such as 1"),
+        ("slice_size", True, "a whole number such as 0"),
+        ("classes", "red", "numbers of classes such as [0, 2]"),
+        ("classes", ["red"], "numbers of classes such as [0, 2]"),
+        ("classes", 0.5, "numbers of classes such as [0, 2]"),
+        ("half", "False", "True or False"),
+        ("agnostic_nms", None, "True or False"),
+        ("augment", 2, "True or False"),
+    ],
+)
+def test_values_of_another_kind_are_refused_by_name(option: str, value: object, expected: str) -> None:
+    wrong = value[0] if isinstance(value, list) and option != "conf_thres" else value
+    told = re.escape(f"{option} {wrong!r} ({type(wrong).__name__}): expected {expected}")
+    with pytest.raises(TypeError, match=told):
+        Predictor(ColourBackend(), **{option: value})
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "taken"),
+    [
+        ("imgsz", 160.0, (160, 160)),
+        ("imgsz", np.int64(160), (160, 160)),
+        ("imgsz", np.array([96.0, 160.0]), (96, 160)),
+        ("imgsz", (96, 160), (96, 160)),
+        ("conf_thres", 1, 1.0),
+        ("conf_thres", np.float32(0.5), 0.5),
+        ("max_det", 5.0, 5),
+        ("max_det", np.uint8(5), 5),
+        ("classes", 1, (1,)),
+        ("classes", np.array([0, 2]), (0, 2)),
+        ("classes", (0,), (0,)),
+        ("classes", None, None),
+        ("agnostic_nms", 1, True),
+        ("agnostic_nms", np.bool_(True), True),
+    ],
+)
+def test_numbers_of_any_kind_are_taken(option: str, value: object, taken: object) -> None:
+    found = getattr(Predictor(ColourBackend(), **{option: value}).engine.settings, option)
+    assert found == taken and type(found) is type(taken)

@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 
 from tests.deploy.fakes import NAMES, picture, read_video, write_video
-from utils.deploy import writers
+from utils.deploy import naming, record
 from utils.deploy.mp4_size import set_frame_size
+from utils.deploy.naming import plan_outputs
+from utils.deploy.record import RECORD_NAME, Input
+from utils.deploy.run_folder import SaveOptions, plan_run
 from utils.deploy.tables import RESULTS_HEADER
 from utils.deploy.video import Codec
-from utils.deploy.writers import RunWriter, SaveOptions, plan_outputs
+from utils.deploy.writers import RunWriter
 
 ROWS = np.array([[20, 10, 60, 40, 0.9, 0], [0, 0, 96, 64, 0.5, 2]], np.float32)
 NOTHING = np.zeros((0, 6), np.float32)
@@ -26,20 +29,21 @@ def plan(*names: str) -> list[tuple[str, str]]:
 
 def make_writer(folder: Path, *names: str, keep_open: bool = False, **options: bool) -> RunWriter:
     folder.mkdir(exist_ok=True)
-    outputs = plan_outputs([(Path(name), name.endswith((".mp4", ".avi"))) for name in names])
-    return RunWriter(
-        folder, outputs, list(names), NAMES, SaveOptions(**options), keep_open=keep_open, codec=Codec(note="")
-    )
+    inputs = [Input(name, name, Path(name), name.endswith((".mp4", ".avi", ".ts"))) for name in names]
+    run = plan_run(folder, inputs, SaveOptions(**options))
+    return RunWriter(run, NAMES, keep_open=keep_open, codec=Codec(note=""))
+
+
+def files_of(folder: Path) -> list[str]:
+    """Files below a folder, without the record."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != RECORD_NAME]
+    return sorted(path.relative_to(folder).as_posix() for path in files)
 
 
 def table_of(folder: Path) -> list[list[str]]:
     lines = (folder / "results.txt").read_text(encoding="utf-8").splitlines()
     assert lines[0] == RESULTS_HEADER
     return [line.split("\t") for line in lines[1:]]
-
-
-def files_of(folder: Path) -> list[str]:
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
 # --- names ---
@@ -64,11 +68,9 @@ def test_no_two_inputs_share_a_name(inputs: list[str], media: list[str], stems: 
 
 def test_names_as_long_as_the_system_allows(tmp_path: Path) -> None:
     names = ["长" * 83 + ".jpg", "a" * 250 + ".png", "a" * 251 + ".ts", "a" * 250 + "b.ts"]
-    outputs = plan_outputs([(Path(name), name.endswith(".ts")) for name in names])
+    writer = make_writer(tmp_path, *names, save_txt=True, save_crop=True)
+    outputs = writer.outputs
     assert len({output.stem for output in outputs}) == len({output.media for output in outputs}) == 4
-    writer = RunWriter(
-        tmp_path, outputs, names, NAMES, SaveOptions(save_txt=True, save_crop=True), codec=Codec(note="")
-    )
     with writer:
         for item in range(4):
             writer.write(item, 123456 if item > 1 else 0, picture(), picture(), ROWS, 25.0)
@@ -86,14 +88,14 @@ def test_names_as_long_as_the_system_allows(tmp_path: Path) -> None:
     ],
 )
 def test_stream_names(address: str, name: str) -> None:
-    assert writers.stream_name(address) == name
+    assert naming.stream_name(address) == name
 
 
 @pytest.mark.parametrize(
     ("name", "folder"), [("traffic light", "traffic light"), ("a/b:c", "a_b_c"), ("..", "4"), ("車", "車"), ("", "4")]
 )
 def test_class_names_become_safe_folders(name: str, folder: str) -> None:
-    assert writers.folder_name(name, 4) == folder
+    assert naming.folder_name(name, 4) == folder
 
 
 # --- content ---
@@ -129,8 +131,8 @@ def test_without_confidence_and_without_detections(tmp_path: Path) -> None:
 
 
 def test_odd_names_cannot_break_the_table(tmp_path: Path) -> None:
-    writer = RunWriter(tmp_path, plan_outputs([(Path("a.jpg"), False)]), ["#a\tb\n.jpg"], {0: "x\ty"})
-    with writer:
+    run = plan_run(tmp_path, [Input("a.jpg", "#a\tb\n.jpg", Path("a.jpg"), False)], SaveOptions())
+    with RunWriter(run, {0: "x\ty"}) as writer:
         writer.write(0, 0, picture(), None, ROWS, 0)
     assert [row[0::3] for row in table_of(tmp_path)] == [["./#a b .jpg", "x y", "10"], ["./#a b .jpg", "2", "0"]]
 
@@ -162,7 +164,7 @@ def test_crops_of_no_two_inputs_share_a_name(tmp_path: Path, names: tuple[str, .
 
 
 def test_what_is_remembered_of_crops_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writers, "_replace_file", lambda path, data: None)
+    monkeypatch.setattr(record, "replace_file", lambda path, data: None)
     with make_writer(tmp_path / "run", "v.mp4", save_crop=True, save_media=False) as writer:
         for frame in range(1, 200):
             writer.write(0, frame, picture(), None, ROWS, 25)
@@ -282,6 +284,6 @@ def test_frame_size_of_other_files_is_left_alone(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with make_writer(tmp_path, "a.png", save_txt=True) as writer:
         (tmp_path / "labels" / "a.txt").mkdir()
-        with pytest.raises(OSError, match=r"labels/a\.txt could not be written: Is a directory; choose another --name"):
+        with pytest.raises(OSError, match=r"labels/a\.txt could not be written: a folder has this name; choose"):
             writer.write(0, 0, picture(), None, ROWS, 0)
     assert [path.name for path in (tmp_path / "labels").iterdir()] == ["a.txt"]

@@ -177,3 +177,9 @@ class Browser:
             more["clip"] = {**clip, "scale": 1}
         kind = {"format": "jpeg", "quality": 80} if path.suffix == ".jpg" else {"format": "png"}
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", **kind, **more)["data"]))
+
+
+def column(page: Browser, table: str, number: int) -> list[str]:
+    """Return the texts in a column of the table that is called ``table``."""
+    rows = f"document.querySelectorAll('table[aria-label=\"{table}\"] tbody tr')"
+    return page.evaluate(f"[...{rows}].map(row => row.cells[{number}].textContent)")

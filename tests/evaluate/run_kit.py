@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import cv2
 import numpy as np
 import torch
 
 from tests.evaluate.fakes import FakeLoader, FakeModel, prediction, shape_entry
+from utils.evaluate.draw import write_image
 from utils.evaluate.record import write_evaluation
 from utils.evaluate.result import ValResult
 from utils.evaluate.size_ap import COLUMNS
@@ -29,7 +29,7 @@ def validate_pictures(folder: Path, count: int = 6) -> ValResult:
     (folder / "pictures").mkdir(parents=True, exist_ok=True)
     for number in range(count):
         path = folder / "pictures" / f"{number}.jpg"
-        cv2.imwrite(str(path), random.integers(0, 255, (SIDE, SIDE, 3), dtype=np.uint8))
+        write_image(path, random.integers(0, 255, (SIDE, SIDE, 3), dtype=np.uint8))  # OpenCV itself knows no odd names
         wanted = random.integers(0, 5)
         rows = [
             [0, random.integers(0, 3), *random.uniform(0.3, 0.7, 2), *random.uniform(0.1, 0.5, 2)]

@@ -137,7 +137,7 @@ def test_smoothing_keeps_a_constant():
 
 
 def test_study(tmp_path):
-    plots.plot_study([256, 384], np.random.default_rng(0).random((2, 10)), tmp_path / "study.png")
+    plots.plot_study([256, 384], {"a": np.random.default_rng(0).random((2, 10))}, tmp_path / "study.png")
     picture(tmp_path / "study.png")
 
 

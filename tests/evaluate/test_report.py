@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.evaluate.browser import Browser, find_browser
+from tests.evaluate.browser import column
 from tests.evaluate.run_kit import NAMES, make_run
 from utils.evaluate import report
 from utils.evaluate.report import ASSETS, SCRIPTS, main, write_comparison, write_report
@@ -26,15 +26,6 @@ def runs(tmp_path_factory):
     ]
 
 
-@pytest.fixture(scope="module")
-def browser():
-    program = find_browser()
-    if program is None:
-        pytest.skip("no Chromium on this machine (Debian: apt-get install chromium)")
-    with Browser(program) as page:
-        yield page
-
-
 @pytest.fixture
 def page(browser, runs):
     """The report of the first run, opened in a window of 1280 pixels."""
@@ -43,11 +34,6 @@ def page(browser, runs):
     browser.resize(1280, 900)
     browser.open(write_report(runs[0]))
     return browser
-
-
-def column(page, table: str, number: int) -> list[str]:
-    rows = f"document.querySelectorAll('table[aria-label=\"{table}\"] tbody tr')"
-    return page.evaluate(f"[...{rows}].map(row => row.cells[{number}].textContent)")
 
 
 # --- without a browser ------------------------------------------------------------------------------------------------
@@ -383,34 +369,10 @@ def test_curves_that_say_nothing_are_replaced_by_a_sentence(browser, tmp_path):
     assert "No detection is right" in text and "confidence 0, where" not in text
 
 
-def test_comparison_of_runs(browser, runs, tmp_path):
-    for run in runs:
-        write_report(run)
-    browser.problems.clear()
-    browser.resize(1280, 900)
-    browser.open(write_comparison(runs, tmp_path / "both.html"))
-    assert browser.problems == []
-    assert column(browser, "runs", 0) == ["first/exp", "second/exp"]
-    link = browser.evaluate("document.querySelector('table[aria-label=\"runs\"] a').getAttribute('href')")
-    assert (tmp_path / link).resolve() == runs[0] / "report.html"
-    differences = browser.evaluate("document.querySelector('#differences').innerText")
-    assert "imgsz" in differences and "960" in differences and "multi_scale" in differences
-    assert "optimizer" not in differences
-    lines = "document.querySelector('.chart').querySelectorAll('path.series').length"
-    assert browser.evaluate(lines) == 2
-    assert browser.evaluate("document.querySelectorAll('.chart').length") >= 12
-    assert "share of the run" not in browser.evaluate("document.querySelector('#curves').textContent")
-    browser.evaluate("document.querySelector('#curves .choice').click()")
-    courses = (
-        "[...document.querySelector('.chart').querySelectorAll('path.series')].map(path => path.getAttribute('d'))"
-    )
-    ends = [course.split("L")[-1].split()[0] for course in browser.evaluate(courses)]
-    assert ends[0] == ends[1], "over the share of the run both end at 1"
-    browser.evaluate("document.querySelector('#curves .choice').click()")
-    best = browser.evaluate(
-        "[...document.querySelectorAll('td.best')].map(cell => cell.closest('tr').cells[0].textContent)"
-    )
-    assert set(best) == {"second/exp"} or "second/exp" in best
-    browser.resize(400, 800)
-    browser.settle()
-    assert browser.evaluate("document.documentElement.scrollWidth") <= 400
+def test_figures_beside_a_table_without_epochs_say_where_they_are_from(browser, tmp_path):
+    folder = make_run(tmp_path / "exp")
+    (folder / "results.csv").write_text("epoch,a\n0,1\n")
+    browser.open(write_report(folder))
+    text = browser.evaluate("document.body.innerText")
+    assert "Figures of the last validation" in text and "No epoch was validated" not in text
+    assert "results.csv has no column" in text

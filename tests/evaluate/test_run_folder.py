@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shlex
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 
 from tests.evaluate.run_kit import epoch_columns, make_run
 from utils.evaluate.advice import advise, best_row
-from utils.evaluate.report import write_report
+from utils.evaluate.report import write_comparison, write_report
 from utils.evaluate.run_folder import MAX_ROWS, command, read_columns, read_run
 from utils.evaluate.warning_file import WarningRecorder, read_warnings
 from utils.files import read_yaml
@@ -102,6 +103,86 @@ def test_damaged_files_are_named(tmp_path, name, content):
     assert line.startswith(f"{name} could not be read")
     (folder / name).unlink()
     assert read_run(folder)["unread"] == [], "what was never written is no damage"
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("warnings.json", "[1]"),
+        ("warnings.json", "\0\1\2"),
+        ("warnings.json", '[{"text": "a", "count": Infinity, "first": ""}]'),
+        ("warnings.json", '{"text": 1}'),
+        ("results.csv", "epoch,a\n0,1\n"),
+        ("data_report.json", {"train": {"classes": 5}}),
+        ("data_report.json", {"train": {"classes": [1]}}),
+        ("data_report.json", {"val": {"background": [1]}}),
+        ("evaluation.json", {"classes": {"a": 1}}),
+        ("evaluation.json", {"classes": 0}),
+        ("evaluation.json", {"classes": [{"class": "0"}]}),
+        ("evaluation.json", {"curves": None}),
+        ("evaluation.json", {"curves": {"axis": [1]}}),
+        ("evaluation.json", {"worst": []}),
+        ("evaluation.json", {"worst": {"missed": "all"}}),
+        ("evaluation.json", {"worst": {"missed": [{"file": 3}]}}),
+        ("evaluation.json", {"confusion": {"size": 5, "cells": 7}}),
+        ("evaluation.json", {"sizes": {"labels": "many"}}),
+        ("evaluation.json", {"coco": [0.1]}),
+        ("evaluation.json", {"settings": "all"}),
+        ("evaluation.json", {"map": "high"}),
+    ],
+)
+def test_parts_of_a_wrong_form_are_named_and_the_rest_is_shown(tmp_path, name, change):
+    folder = make_run(tmp_path / "exp", epochs=2)
+    path, whole = folder / name, read_run(folder)
+    assert whole["unread"] == []
+    is_part = isinstance(change, dict)
+    content = {**json.loads(path.read_text(encoding="utf-8")), **change} if is_part else None
+    path.write_text(json.dumps(content) if is_part else change, encoding="utf-8")
+    found = read_run(folder)
+    (line,) = found["unread"]
+    assert line.startswith(name)
+    assert found["monitor"] == whole["monitor"]
+    if name == "evaluation.json":
+        (part,) = change
+        assert part in line and part not in found["evaluation"]
+        assert found["evaluation"]["images"] == whole["evaluation"]["images"]
+
+
+def test_a_table_of_other_columns_has_no_best_epoch(tmp_path):
+    folder = make_run(tmp_path / "exp", epochs=4)
+    lines = (folder / "results.csv").read_text().splitlines()
+    table = [line.split(",") for line in lines]
+    at = table[0].index("metrics/mAP_0.5")
+    (folder / "results.csv").write_text("\n".join(",".join(row[:at] + row[at + 1 :]) for row in table) + "\n")
+    found = read_run(folder)
+    assert found["best"] is None and "train/box_loss" in found["results"]
+    (line,) = found["unread"]
+    assert line.startswith("results.csv has no column metrics/mAP_0.5:")
+
+
+def test_names_that_are_no_text_reach_the_report(tmp_path, log):
+    """Bytes of another encoding in the names of folders and pictures, and in warnings."""
+    odd = os.fsdecode(b"caf\xe9")
+    folder = make_run(tmp_path / odd / "exp", epochs=2)
+    recorder = WarningRecorder()
+    try:
+        recorder.write_to(folder)
+        LOGGER.warning(f"{odd}.jpg is grey")
+    finally:
+        recorder.close()
+    assert [entry["text"] for entry in read_warnings(folder)] == [f"{odd}.jpg is grey"]
+    log.clear()  # what was said may hold what no file of a test's results can
+    evaluation = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))
+    files = [example["file"] for examples in evaluation["worst"].values() for example in examples]
+    assert files and all(odd in file for file in files)
+    found = read_run(folder, tmp_path)
+    assert "caf%E9/exp/results.csv" in [file["link"] for file in found["files"]]
+    page = write_report(folder).read_text(encoding="utf-8")
+    (run,) = json.loads(page.split('id="data">')[1].split("</script>")[0])["runs"]
+    assert run["folder"] == str(folder) and run["unread"] == []
+    write_comparison([folder, folder / ".." / "exp"], tmp_path / f"{odd}.html")
+    assert (tmp_path / f"{odd}.html").is_file()
+    log.clear()
 
 
 def test_a_validation_is_told_from_a_training(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import warnings
@@ -94,3 +95,13 @@ def test_empty_and_missing_tables_are_warnings(tmp_path: Path, failures) -> None
 def test_matplotlib_is_loaded_by_drawing_only() -> None:
     code = "import sys, utils.evaluate.run_plots; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=REPO_ROOT, timeout=60, check=False).returncode == 0
+
+
+@pytest.mark.slow
+def test_figures_of_a_run_of_any_name(tmp_path: Path, failures) -> None:
+    for number, name in enumerate((os.fsdecode(b"caf\xe9"), "$x^$", "中")):
+        (tmp_path / name).mkdir()
+        write_monitor(tmp_path / name / "monitor.csv", run_plots.LOSS_COLUMNS)
+        plot_monitor(tmp_path / name / "monitor.csv", tmp_path / f"{number}.png")
+        assert is_picture(tmp_path / f"{number}.png")
+    assert not failures

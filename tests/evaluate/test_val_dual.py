@@ -7,6 +7,7 @@ be perfect, which needs every step from the picture to the label file and back t
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -182,6 +183,17 @@ def test_results_that_cannot_be_written(shapes_dataset, weights, tmp_path, monke
     assert "report.html was not written" not in log.text
 
 
+def test_a_full_disk_costs_files_and_not_the_figures(shapes_dataset, weights, tmp_path, monkeypatch, log):
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("utils.evaluate.outputs._write_new", fail)
+    result = measure(shapes_dataset, weights("gelan-t"), tmp_path, save_txt=True)
+    (error,) = [record.message for record in log.records if record.levelname == "ERROR"]
+    assert result.unwritten == (error,) and "/exp/labels/" in error and "Make room" in error
+    assert f"{'all':>22s}{8:>11d}" in log.text and (tmp_path / "exp" / "evaluation.json").is_file()
+
+
 def test_names_that_differ_are_told_and_stand_in_the_report(shapes_dataset, weights, tmp_path, log):
     data = other_names(shapes_dataset, ["ellipse", "rectangle", "triangle"], tmp_path)
     measure(data, weights("gelan-t"), tmp_path)
@@ -200,14 +212,77 @@ def test_one_class_is_not_said_to_lack_the_others(shapes_dataset, weights, tmp_p
     assert [(entry["id"], entry["name"]) for entry in content["val"]["classes"]] == [(0, "item")]
 
 
-def test_warnings_of_a_training_survive_a_validation_in_its_folder(shapes_dataset, weights, tmp_path):
+def test_a_training_is_not_touched_by_a_validation_in_its_folder(shapes_dataset, weights, tmp_path):
     folder = tmp_path / "exp"
     folder.mkdir()
     (folder / "results.csv").write_text("epoch\n0\n")
-    (folder / "warnings.json").write_text('[{"text": "of the training", "count": 1, "first": ""}]')
-    measure(shapes_dataset, weights("gelan-t"), tmp_path, exist_ok=True, conf_thres=0.3)
-    texts = [entry["text"] for entry in read_warnings(folder)]
-    assert texts[0] == "of the training" and any("--conf-thres 0.3" in text for text in texts)
+    (folder / "data_report.json").write_text("{}")
+    for task in ("test", "speed"):
+        with pytest.raises(ValueError, match=r"exp is the folder of a training .*--name"):
+            measure(shapes_dataset, weights("gelan-t"), tmp_path, exist_ok=True, task=task)
+    assert {path.name: path.read_text() for path in folder.iterdir()} == {
+        "results.csv": "epoch\n0\n",
+        "data_report.json": "{}",
+    }
+
+
+def test_a_second_run_in_a_folder_leaves_nothing_of_the_first_and_all_of_the_user(shapes_dataset, weights, tmp_path):
+    def run(**keywords):
+        measure(shapes_dataset, weights("gelan-t"), tmp_path, exist_ok=True, **keywords)
+
+    folder = tmp_path / "exp"
+    run(save_txt=True, save_json=True)
+    files = {path.name for path in folder.iterdir()}
+    assert "gelan-t_predictions.json" in files and any((folder / "labels").iterdir())
+    (folder / "notes.txt").write_text("mine")
+    run(conf_thres=1.0)
+    left = {path.name for path in folder.iterdir()}
+    curves = {f"{name}_curve.png" for name in ("PR", "F1", "P", "R")}
+    assert left - {"notes.txt"} == files - curves - {"gelan-t_predictions.json", "labels"}
+    run(save_txt=True)
+    run(save_txt=True)
+    corrected = next((folder / "labels").iterdir())
+    corrected.write_text("0 0.5 0.5 0.5 0.5\n")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match=f"labels/{corrected.name}"):
+        run(save_txt=True)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_labels_of_a_data_set_of_any_layout_stay(shapes_dataset, weights, tmp_path):
+    labels = tmp_path / "voc" / "labels" / "2007"
+    labels.mkdir(parents=True)
+    (tmp_path / "voc" / "JPEGImages").mkdir()
+    (labels / "u1.txt").write_text("0 0.5 0.5 0.1 0.1\n")
+    with pytest.raises(ValueError, match=r"labels/2007/u1\.txt"):
+        measure(shapes_dataset, weights("gelan-t"), tmp_path, name="voc", exist_ok=True, save_txt=True)
+    assert (labels / "u1.txt").read_text() == "0 0.5 0.5 0.1 0.1\n"
+    assert sorted(path.name for path in (tmp_path / "voc").iterdir()) == ["JPEGImages", "labels"]
+
+
+def test_the_report_names_the_split_that_was_measured(shapes_dataset, weights, tmp_path):
+    for split in ("train", "val", "test"):
+        measure(shapes_dataset, weights("gelan-t"), tmp_path, task=split, name=split)
+        content = json.loads((tmp_path / split / "data_report.json").read_text(encoding="utf-8"))
+        assert content.keys() & {"train", "val", "test"} == {split}
+
+
+def test_names_that_are_no_text_are_measured_and_written(shapes_dataset, weights, tmp_path):
+    """Names in the bytes of another encoding; none of them in what a failing test would print."""
+    data, root = tmp_path / "set", load_data_spec(shapes_dataset).val[0].parents[1]
+    for kind, suffix in (("images", b".jpg"), ("labels", b".txt")):
+        (data / kind / "val").mkdir(parents=True)
+        files = sorted(path for path in (root / kind / "val").iterdir() if path.suffix == suffix.decode())
+        for number, source in enumerate(files[:4]):
+            shutil.copy(source, data / kind / "val" / os.fsdecode(b"caf\xe9%d%s" % (number, suffix)))
+    write_yaml(tmp_path / "odd.yaml", {**read_yaml(shapes_dataset), "path": str(data), "train": "images/val"})
+    result = measure(tmp_path / "odd.yaml", weights("gelan-t"), tmp_path, save_txt=True, save_json=True, exist_ok=True)
+    folder = tmp_path / "exp"
+    assert result.images == 4 and result.unwritten == ()
+    assert {"evaluation.json", "report.html", "warnings.json"} <= {path.name for path in folder.iterdir()}
+    named = {row["image_id"] for row in json.loads((folder / "gelan-t_predictions.json").read_text())}
+    assert {os.fsencode(path.stem) for path in (folder / "labels").iterdir()} == set(map(os.fsencode, named))
+    measure(tmp_path / "odd.yaml", weights("gelan-t"), tmp_path, save_txt=True, exist_ok=True)
 
 
 def test_refusals(shapes_dataset, weights, tmp_path):

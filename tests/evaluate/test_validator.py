@@ -179,11 +179,11 @@ def test_outputs_need_a_folder():
 
 
 def test_label_files(tmp_path):
-    for _ in range(2):  # a second run in the same folder leaves the same files
-        loader, model = two_images()
-        (tmp_path / "labels").mkdir(exist_ok=True)
-        (tmp_path / "labels" / "old.txt").write_text("0 0 0 0 0\n")
-        validator(loader, save_dir=tmp_path, save_txt=True, save_conf=True).run(model)
+    loader, model = two_images()
+    noted = {}
+    outputs = {"save_dir": tmp_path, "save_txt": True, "save_conf": True, "on_label_file": noted.__setitem__}
+    validator(loader, **outputs).run(model)
+    assert noted == {path: path.read_bytes() for path in (tmp_path / "labels").iterdir()}
     assert sorted(file.name for file in (tmp_path / "labels").iterdir()) == ["7.txt", "a.txt"]
     rows = [line.split() for line in (tmp_path / "labels" / "a.txt").read_text().splitlines()]
     assert [row[0] for row in rows] == ["0", "1", "0"]
@@ -208,6 +208,20 @@ def test_labels_of_the_data_set_are_never_replaced(tmp_path):
     with pytest.raises(ValueError, match="labels of the data set"):
         validator(loader, save_dir=tmp_path, save_txt=True).run(FakeModel([]))
     assert (labels / "a.txt").read_text() == "0 0.5 0.5 1 1\n"
+
+
+def test_outputs_that_cannot_be_written_leave_the_figures(tmp_path, monkeypatch, log):
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    for place in ("utils.evaluate.outputs._write_new", "utils.evaluate.coco.write_text_atomic"):
+        monkeypatch.setattr(place, fail)
+    monkeypatch.setattr("utils.evaluate.confusion.write_text_atomic", fail)
+    loader, model = two_images()
+    result = validator(loader, save_dir=tmp_path, save_txt=True, save_json=True, plots=True).run(model)
+    assert result.map > 0.9 and f"{'all':>22s}{2:>11d}" in log.text
+    assert len(result.unwritten) == 3 and all("No space left" in line for line in result.unwritten)
+    assert "labels/a.txt could not be written" in " ".join(result.unwritten)
 
 
 def test_json(tmp_path):

@@ -110,8 +110,9 @@ class VideoFile:
         ValueError: the file cannot be opened as a video.
     """
 
-    def __init__(self, path: str | Path, stride: int = 1) -> None:
-        self.path, self.stride = Path(path), stride
+    def __init__(self, path: str | Path, stride: int = 1, *, title: str = "") -> None:
+        """``title`` is what a warning calls the file instead of its path."""
+        self.path, self.stride, self.title = Path(path), stride, title or str(path)
         if not self.path.stat().st_size:
             raise ValueError(f"{path}: empty file (0 bytes)")
         # absolute, because a colon in a relative name reads like the protocol of an address
@@ -148,5 +149,5 @@ class VideoFile:
             raise ValueError(f"{self.path}: {short if grabbed else 'no frame can be decoded'}")
         if grabbed + 1 < self.stored_frames:  # containers are often wrong by one
             LOGGER.warning(
-                f"{self.path}: ended after {grabbed} of {self.stored_frames} frames, the rest cannot be decoded"
+                f"{self.title}: ended after {grabbed} of {self.stored_frames} frames, the rest cannot be decoded"
             )

@@ -6,13 +6,10 @@ Folders are entered with their sub-folders. A name that exists is taken literall
 from __future__ import annotations
 
 import glob
-import http.client
 import os
 import re
-import shutil
 import tempfile
 import urllib.parse
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +20,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 
+from utils.data.addresses import download, without_password
 from utils.data.filesystem import plain_path
 from utils.data.frames import HEAD_BYTES, Frame, Unreadable, VideoFile, is_video_head, to_network
 from utils.data.headers import image_kind
@@ -30,7 +28,7 @@ from utils.data.images import IMAGE_SUFFIXES, imread_bgr
 from utils.data.labels import decode_text, split_lines
 from utils.data.listing import is_system_file, walk_files
 from utils.data.screen import check_screen
-from utils.data.streams import LoadStreams, without_password
+from utils.data.streams import LoadStreams
 from utils.log import LOGGER
 from utils.threads import ordered_map
 
@@ -41,8 +39,6 @@ VIDEO_SUFFIXES = frozenset(
 )
 STREAM_SCHEMES = ("rtsp://", "rtmp://", "http://", "https://")
 VIDEO_PAGES = ("youtube.com", "m.youtube.com", "youtu.be")
-ADDRESS_SIGNS = "%/:=&?~#+!$,;'@()*[]"  # have a meaning in addresses
-DOWNLOAD_TIMEOUT_S = 30
 USUAL_FOLDER = ("data", "images")  # the default of --source, in which upstream's guides have a picture
 PICTURES_HINT = (
     "; no pictures come with this repository. Name some of your own, or make some: python scripts/make_shapes.py "
@@ -57,11 +53,23 @@ DECODERS = min(4, os.cpu_count() or 1)  # threads that decode pictures; more wou
 
 @dataclass(frozen=True)
 class MediaFile:
-    """A picture or video. ``relative`` is its place below the source, which the results repeat."""
+    """A picture or video.
+
+    Attributes:
+        path: where it lies; of what was downloaded a temporary place.
+        relative: its place below the source, which the results repeat.
+        address: where it was downloaded from, without login; otherwise empty.
+    """
 
     path: Path
     relative: Path
     is_video: bool
+    address: str = ""
+
+    @property
+    def title(self) -> str:
+        """What lines and tables call it: the same in every run over the same input."""
+        return self.address or str(self.path)
 
 
 @dataclass
@@ -80,6 +88,7 @@ class Source:
     missing: list[tuple[str, str]] = field(default_factory=list)
     unknown: Counter[str] = field(default_factory=Counter)
     _downloads: tempfile.TemporaryDirectory | None = None
+    _fetched: set[str] = field(default_factory=set)
 
     def close(self) -> None:
         """Delete what was downloaded."""
@@ -95,8 +104,11 @@ class Source:
             kinds = ", ".join(f"{count} x {suffix or 'no suffix'}" for suffix, count in sorted(self.unknown.items()))
             LOGGER.info(f"{self.unknown.total()} file(s) with an unknown suffix not looked at: {kinds}")
 
-    def add_file(self, path: Path, root: Path | None, *, by_content: bool = False) -> None:
-        """Take a file up by its suffix or, where that says nothing and ``by_content`` is set, by its first bytes."""
+    def add_file(self, path: Path, root: Path | None, *, by_content: bool = False, address: str = "") -> None:
+        """Take a file up by its suffix or, where that says nothing and ``by_content`` is set, by its first bytes.
+
+        ``address`` is where it was downloaded from, as it may be shown.
+        """
         if os.path.exists(path) and not os.path.isfile(path):  # opening a pipe would wait for its writer for ever
             self.missing.append((str(path), _what_else(path)))
             return
@@ -106,7 +118,7 @@ class Source:
             head = _first_bytes(path)
             is_video, is_picture = is_video_head(head), bool(image_kind(head))
         if is_video or is_picture:
-            self.files.append(MediaFile(path, _below(path, root), is_video))
+            self.files.append(MediaFile(path, _below(path, root), is_video, address))
         else:
             self.unknown[suffix] += 1
 
@@ -128,23 +140,27 @@ class Source:
         """
         parts = urllib.parse.urlsplit(address)
         if (parts.hostname or "").removeprefix("www.") in VIDEO_PAGES:
-            raise ValueError(f"{address} is a web page, not a stream; download its video first: yt-dlp '{address}'")
+            shown = without_password(address)
+            raise ValueError(f"{shown} is a web page, not a stream; download its video first: yt-dlp '{shown}'")
         name = urllib.parse.unquote(parts.path.rsplit("/", 1)[-1])
         suffix = Path(name).suffix.lower()
         if not parts.scheme.lower().startswith("http") or suffix not in IMAGE_SUFFIXES | VIDEO_SUFFIXES:
             self.streams.append(address)
             return
+        if address in self._fetched:
+            return
+        self._fetched.add(address)
         if self._downloads is None:
             self._downloads = tempfile.TemporaryDirectory(prefix="yolov9-detect-")
         folder = Path(tempfile.mkdtemp(dir=self._downloads.name))  # two addresses may end in one name
         target = folder / name.replace("/", "_").replace("\\", "_")
-        _download(address, target)
-        self.add_file(target, folder)
+        download(address, target)
+        self.add_file(target, folder, address=without_password(address))
 
     def arrange(self) -> None:
         """Drop repeated files and put pictures before videos, each in the order of their names."""
         unique = {os.path.abspath(file.path): file for file in reversed(self.files)}
-        self.files = sorted(unique.values(), key=lambda file: (file.is_video, str(file.path)))
+        self.files = sorted(unique.values(), key=lambda file: (file.is_video, file.title))
 
 
 def resolve_source(source: str | Path | Sequence[str | Path]) -> Source:
@@ -165,26 +181,18 @@ def resolve_source(source: str | Path | Sequence[str | Path]) -> Source:
             _resolve_one(str(text).strip(), result)
         result.arrange()
         if result.files and result.streams:
-            raise ValueError(f"{source}: streams and files are mixed; run them separately")
+            raise ValueError(f"{_shown(source)}: streams and files are mixed; run them separately")
         if not result.files and not result.streams:
-            _refuse_empty(str(source), result)
+            _refuse_empty(_shown(source), result)
     except BaseException:
         result.close()
         raise
     return result
 
 
-def _download(address: str, target: Path) -> None:
-    LOGGER.info(f"downloading {without_password(address)}")
-    plain = urllib.parse.quote(address, safe=ADDRESS_SIGNS)  # blanks and letters of any script, as a person types them
-    try:
-        with urllib.request.urlopen(plain, timeout=DOWNLOAD_TIMEOUT_S) as answer, open(target, "wb") as handle:
-            shutil.copyfileobj(answer, handle)
-            missing = int(answer.headers.get("Content-Length") or 0) - handle.tell()
-        if missing > 0:
-            raise ConnectionError(f"the connection broke {missing} bytes before the end")
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        raise ConnectionError(f"{without_password(address)} cannot be downloaded: {error}") from error
+def _shown(source: str | Path | Sequence[str | Path]) -> str:
+    """Return a source as it may be shown."""
+    return " ".join(without_password(str(text)) for text in ([source] if isinstance(source, (str, Path)) else source))
 
 
 def _resolve_one(text: str, result: Source) -> None:
@@ -201,7 +209,7 @@ def _resolve_one(text: str, result: Source) -> None:
     elif glob.has_magic(text):
         _add_matches(text, result)
     else:
-        raise FileNotFoundError(f"--source '{text}' does not exist{_seen_from(path)}{_hint(text)}")
+        raise FileNotFoundError(f"--source '{without_password(text)}' does not exist{_seen_from(path)}{_hint(text)}")
 
 
 def _add_existing(path: Path, result: Source) -> None:
@@ -220,7 +228,9 @@ def _add_matches(pattern: str, result: Source) -> None:
         literal /= rest.pop(0)
     matches = sorted(glob.glob(os.path.join(glob.escape(str(literal)), *rest), recursive=True))
     if not matches:
-        raise FileNotFoundError(f"--source '{pattern}' matches nothing{_seen_from(literal)}{_hint(pattern)}")
+        raise FileNotFoundError(
+            f"--source '{without_password(pattern)}' matches nothing{_seen_from(literal)}{_hint(pattern)}"
+        )
     for match in map(Path, matches):
         if match.is_dir():
             result.add_folder(match, literal)
@@ -249,7 +259,9 @@ def _add_list(path: Path, result: Source) -> None:
             except (ConnectionError, ValueError) as error:
                 result.missing.append((without_password(line), str(error)))
         else:
-            result.missing.append((line, f"named in {path} but not found{_seen_from(Path(line), path.parent)}"))
+            result.missing.append(
+                (without_password(line), f"named in {path} but not found{_seen_from(Path(line), path.parent)}")
+            )
 
 
 def _refuse_empty(source: str, result: Source) -> None:
@@ -331,7 +343,7 @@ def _read_picture(numbered: tuple[int, MediaFile]) -> Frame | Unreadable:
 
 def _read_video(item: int, file: MediaFile, vid_stride: int) -> Iterator[Frame | Unreadable]:
     try:
-        video = VideoFile(file.path, vid_stride)
+        video = VideoFile(file.path, vid_stride, title=file.title)
         for number, image in video:
             yield Frame(image, item, number, video.total, video.rate, video.capture)
     except (ValueError, OSError, MemoryError, cv2.error) as error:
@@ -364,10 +376,11 @@ class LoadImages:
             raise ValueError("LoadImages: transforms are not supported, pass None")
         source = resolve_source(path)
         if source.streams:
-            raise ValueError(f"{path} is a stream; use LoadStreams")
+            raise ValueError(f"{_shown(path)} is a stream; use LoadStreams")
         source.report()
         self._source = source  # keeps downloads alive
         self.files = [str(file.path) for file in source.files]
+        self._titles = [file.title for file in source.files]
         self.nf = len(self.files)
         self.img_size, self.stride, self.auto, self.vid_stride = img_size, stride, auto, vid_stride
 
@@ -376,11 +389,11 @@ class LoadImages:
 
     def __iter__(self) -> Iterator[tuple[str, np.ndarray, np.ndarray, cv2.VideoCapture | None, str]]:
         for event in read_frames(self._source.files, self.vid_stride):
-            path = self.files[event.item]
+            path, title = self.files[event.item], self._titles[event.item]
             if isinstance(event, Unreadable):
-                LOGGER.warning(f"{path}: {event.reason}, left out")
+                LOGGER.warning(f"{title}: {event.reason}, left out")
                 continue
             kind, position = ("video", f" ({event.number}/{event.total or '?'})") if event.number else ("image", "")
-            text = f"{kind} {event.item + 1}/{self.nf}{position} {path}: "
+            text = f"{kind} {event.item + 1}/{self.nf}{position} {title}: "
             image = to_network(event.image_bgr, self.img_size, self.stride, self.auto)
             yield path, image, event.image_bgr, event.capture, text

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import cv2
 import numpy as np
 
+from utils.data.addresses import has_known_length, without_password
 from utils.data.frames import Frame, open_capture, to_network, usable_rate
 from utils.data.screen import ScreenCapture, is_screen
 from utils.log import LOGGER
@@ -39,11 +41,6 @@ def pause_before(attempt: int, first_s: float = FIRST_PAUSE_S) -> float:
     return min(first_s * 2.0 ** min(attempt - 1, 30), LONGEST_PAUSE_S)
 
 
-def without_password(address: str) -> str:
-    """Return an address as it may be shown: user name and password replaced by ``***``."""
-    return re.sub(r"(?<=://)[^/]*@", "***@", address)
-
-
 def open_stream(address: str) -> Capture:
     """Open a camera number, an address or the screen."""
     if is_screen(address):
@@ -57,6 +54,27 @@ def open_stream(address: str) -> Capture:
     return capture
 
 
+@dataclass
+class _Pass:
+    """What one connection gave, in few numbers; equal to another one that gave the very same pictures.
+
+    Of a picture a 64th of the pixels is looked at: the noise of a camera changes these as well.
+    """
+
+    frames: int = 0
+    first: int = 0  # checksum of the first picture
+    whole: int = 0  # of all
+    is_moving: bool = False  # not all pictures are the same, as they may be of a camera without a signal
+
+    def add(self, image: np.ndarray) -> None:
+        pixels = np.ascontiguousarray(image[::8, ::8])
+        checksum = zlib.crc32(pixels)
+        self.first = self.first if self.frames else checksum
+        self.is_moving |= checksum != self.first
+        self.whole = zlib.crc32(pixels, self.whole)
+        self.frames += 1
+
+
 class _Stream:
     """State of one stream; everything that changes is guarded by the condition all streams share."""
 
@@ -66,6 +84,7 @@ class _Stream:
         self.taken = 0  # frames handed on
         self.rate = 0.0
         self.is_tried = self.is_opened = self.has_ended = False
+        self.latest = _Pass()
 
     @property
     def shown(self) -> str:
@@ -85,8 +104,9 @@ class LoadStreams:
     """Read several streams at once.
 
     A stream that is lost is opened again after a pause, which grows with each attempt, while the others go on; the run
-    of frames ends when all streams have ended for good. A recording behind an address (it has a length) is read in full
-    and not started again.
+    of frames ends when all streams have ended for good. A recording behind an address (it or its server tells a length)
+    is read in full and not started again. What tells no length is read like a camera, and is taken for a recording when
+    a second connection has given the same pictures as the one before, from the first to the last.
 
     Iterating gives upstream's tuples ``(addresses, images (n, 3, H, W) RGB uint8, originals, None, "")`` of the streams
     with a new frame; :meth:`rounds` gives the same frames as :class:`Frame` lists.
@@ -97,6 +117,7 @@ class LoadStreams:
         transforms: accepted for compatibility, has to be None.
         vid_stride: hand on every n-th frame.
         open_source: opens an address; another one is used by tests.
+        is_file: asks a server whether it knows the length of what is behind an address.
         pause_s, tries: wait before the first attempt to reconnect; how many attempts in a row may fail.
 
     Raises:
@@ -113,6 +134,7 @@ class LoadStreams:
         vid_stride: int = 1,
         *,
         open_source: Callable[[str], Capture] = open_stream,
+        is_file: Callable[[str], bool] = has_known_length,
         pause_s: float = FIRST_PAUSE_S,
         tries: int = RECONNECT_TRIES,
     ) -> None:
@@ -122,7 +144,7 @@ class LoadStreams:
             raise ValueError(f"vid_stride {vid_stride}: should be at least 1")
         self.img_size, self.stride, self.auto, self.vid_stride = img_size, stride, auto, vid_stride
         self.sources = [sources] if isinstance(sources, str) else list(sources)
-        self._open, self._pause_s, self._tries = open_source, pause_s, tries
+        self._open, self._is_file, self._pause_s, self._tries = open_source, is_file, pause_s, tries
         self._news, self._stop = threading.Condition(), threading.Event()
         self._streams = [_Stream(item, address, self._news) for item, address in enumerate(self.sources)]
         self._threads = [threading.Thread(target=self._watch, args=(s,), daemon=True) for s in self._streams]
@@ -202,10 +224,10 @@ class LoadStreams:
         try:
             capture = self._open(stream.address)
         except Exception as error:  # a broken driver or address must not take the other streams along
-            LOGGER.warning(f"stream {stream.shown}: {type(error).__name__}: {error}")
+            LOGGER.warning(f"stream {stream.shown}: {type(error).__name__}: {without_password(str(error))}")
             capture = None
         is_open = capture is not None and capture.isOpened()
-        is_recording = is_open and capture.get(cv2.CAP_PROP_FRAME_COUNT) > 0
+        is_recording = is_open and self._is_recording(stream, capture)
         with self._news:
             stream.is_tried, stream.is_opened = True, is_open
             if is_open:
@@ -213,16 +235,29 @@ class LoadStreams:
             self._news.notify_all()
         if not is_open:
             return 0, False
+        this = _Pass()
         try:
-            frames = self._pump(stream, capture, is_recording)
+            frames = self._pump(stream, capture, is_recording, this)
         except Exception as error:  # as above
-            LOGGER.warning(f"stream {stream.shown}: {type(error).__name__}: {error}")
+            LOGGER.warning(f"stream {stream.shown}: {type(error).__name__}: {without_password(str(error))}")
             frames = 0
         finally:
             capture.release()
-        return frames, is_recording and frames > 0
+        is_repeated, stream.latest = this.is_moving and this == stream.latest, this
+        if is_repeated:
+            LOGGER.info(f"stream {stream.shown}: the same {this.frames} pictures came twice, so it is a recording")
+        return frames, is_recording and frames > 0 or is_repeated
 
-    def _pump(self, stream: _Stream, capture: Capture, is_recording: bool) -> int:
+    def _is_recording(self, stream: _Stream, capture: Capture) -> bool:
+        """Return whether a stream that is open has an end, by what it tells or else its server, asked once.
+
+        The server is asked when the stream is open, so that one of a single reader has served it.
+        """
+        if capture.get(cv2.CAP_PROP_FRAME_COUNT) > 0:  # OpenCV gives negative numbers where it is told none
+            return True
+        return not stream.latest.frames and self._is_file(stream.address)
+
+    def _pump(self, stream: _Stream, capture: Capture, is_recording: bool, this: _Pass) -> int:
         grabbed = 0
         while not self._stop.is_set() and capture.grab():
             grabbed += 1
@@ -231,6 +266,7 @@ class LoadStreams:
             done, image = capture.retrieve()
             if not done or image is None:
                 break
+            this.add(image)
             with self._news:
                 if is_recording:  # it waits for us, unlike a camera
                     self._news.wait_for(lambda: stream.newest is None or self._stop.is_set())

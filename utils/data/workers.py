@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.util
 import os
 import signal
 import sys
@@ -85,6 +86,7 @@ class WorkerWatch:
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
         """Note the processes that are started inside."""
+        multiprocessing.util.get_temp_dir()  # they share this process's, which is removed even if they are killed
         before, handler = set(multiprocessing.active_children()), _child_handler()
         try:
             with single_threaded_children():

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import cv2
 
 from models.backend import DetectMultiBackend
+from utils.data.addresses import without_password
 from utils.data.sources import LoadStreams, Source, resolve_source
-from utils.data.streams import without_password
 from utils.deploy.display import display_problem
 from utils.deploy.engine import Backend, Engine, Settings
+from utils.deploy.naming import stream_name
 from utils.deploy.pipeline import DetectionSummary, Pipeline
+from utils.deploy.record import Input
+from utils.deploy.run_folder import SaveOptions, claimed, make_folder, plan_run
 from utils.deploy.speed import StepClock
-from utils.deploy.tables import RESULTS_NAME
-from utils.deploy.video import Codec, choose_codec
-from utils.deploy.writers import OutputNames, RunWriter, SaveOptions, plan_outputs, stream_name
-from utils.files import increment_path
+from utils.deploy.video import VIDEO_SUFFIX, Codec, choose_codec
+from utils.deploy.writers import RunWriter
 from utils.log import LOGGER
 from utils.options import DetectOptions
 from utils.runtime import select_device
@@ -71,23 +74,17 @@ class Detector:
 
     def _run(self, source: Source, streams: LoadStreams | None, engine: Engine) -> DetectionSummary:
         options = self.options
-        if streams is None:
-            inputs = [(file.relative, file.is_video) for file in source.files]
-            titles = [str(file.path) for file in source.files]
-        else:
-            inputs = [(Path(stream_name(address) + ".mp4"), True) for address in source.streams]
-            titles = [without_password(address) for address in source.streams]
-        outputs = plan_outputs(inputs)
-        codec = self._choose_codec(outputs)
-        folder = self._make_folder(source, outputs)
+        inputs = _inputs_of(source, is_live=streams is not None)
+        codec = self._choose_codec(inputs)
+        folder = make_folder(Path(options.project) / options.name, exist_ok=options.exist_ok)
         summary = DetectionSummary(folder, unreadable=list(source.missing), clock=engine.clock)
         save = SaveOptions(
             **{name: getattr(options, name) for name in SaveOptions.__annotations__ if name != "save_media"},
             save_media=not options.nosave,
         )
-        with summary.clock.whole():
-            is_live = streams is not None
-            with RunWriter(folder, outputs, titles, engine.model.names, save, keep_open=is_live, codec=codec) as writer:
+        with claimed(folder), summary.clock.whole():
+            run = plan_run(folder, inputs, save, [file.path for file in source.files])
+            with RunWriter(run, engine.model.names, keep_open=streams is not None, codec=codec) as writer:
                 pipeline = Pipeline(options, engine, writer, summary, self.batch_size)
                 try:
                     pipeline.run(source, streams)
@@ -118,32 +115,27 @@ class Detector:
         clock = StepClock(is_overlapped=not options.sequential)
         return Engine(model, Settings.of(options), clock, is_overlapped=not options.sequential)
 
-    def _choose_codec(self, outputs: Sequence[OutputNames]) -> Codec | None:
+    def _choose_codec(self, inputs: Sequence[Input]) -> Codec | None:
         """Return how videos will be written; None where there are none."""
-        if self.options.nosave or not any(output.is_video for output in outputs):
+        if self.options.nosave or not any(one.is_video for one in inputs):
             return None
         return choose_codec(self.options.video_codec)
 
-    def _make_folder(self, source: Source, outputs: Sequence[OutputNames]) -> Path:
-        """Make the run's folder; refuse one in which files of the user would be replaced.
 
-        Raises:
-            ValueError: the folder is that of the source, or holds label files that no run wrote.
-            OSError: it cannot be made.
-        """
-        options = self.options
-        folder = increment_path(Path(options.project) / options.name, exist_ok=options.exist_ok)
-        if folder.is_dir():
-            remedy = "choose another --project or --name"
-            for file, output in zip(source.files, outputs, strict=False):
-                if not options.nosave and os.path.realpath(folder / output.media) == os.path.realpath(file.path):
-                    raise ValueError(f"--exist-ok: the result would replace its own source {file.path}; {remedy}")
-            if options.save_txt and (folder / "labels").is_dir() and not (folder / RESULTS_NAME).exists():
-                raise ValueError(f"--exist-ok: {folder}/labels is not from a run of detection; {remedy}")
-        try:
-            return increment_path(folder, exist_ok=options.exist_ok, mkdir=True)
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise OSError(
-                f"folder {folder} for the results cannot be made: {reason}; choose another --project"
-            ) from error
+def _inputs_of(source: Source, *, is_live: bool) -> list[Input]:
+    """Return what is detected in, each with a key of its own."""
+    if is_live:
+        titles = [without_password(address) for address in source.streams]
+        places = [Path(stream_name(title) + VIDEO_SUFFIX) for title in titles]
+        inputs = [Input(title, title, place, True) for title, place in zip(titles, places, strict=True)]
+    else:
+        keys = [file.address or os.path.abspath(file.path) for file in source.files]
+        inputs = [
+            Input(key, file.title, file.relative, file.is_video) for key, file in zip(keys, source.files, strict=True)
+        ]
+    counts: Counter[str] = Counter()
+    for index, one in enumerate(inputs):
+        counts[one.key] += 1
+        if counts[one.key] > 1:  # one address twice
+            inputs[index] = replace(one, key=f"{one.key} ({counts[one.key]})")
+    return inputs

@@ -72,6 +72,27 @@ class Settings:
         unknown = [number for number in self.classes or () if number not in model.names]
         if unknown:
             raise ValueError(f"--classes {unknown[0]}: the weights know classes 0 to {max(model.names)}")
+        self._compare_with_nms_of(model)
+
+    def _compare_with_nms_of(self, model: Backend) -> None:
+        """Tell which settings NMS inside the file leaves without effect: it has removed what they would let pass."""
+        inside = getattr(model, "built_in_nms", None)  # other loaded models may lack it
+        if inside is None:
+            return
+        idle = []
+        if self.conf_thres < inside.conf_thres:
+            idle.append(f"--conf-thres {self.conf_thres:g}")
+        if self.iou_thres > inside.iou_thres:
+            idle.append(f"--iou-thres {self.iou_thres:g}")
+        if idle:
+            LOGGER.warning(
+                f"no effect of {' and '.join(idle)}: the file holds NMS, which has removed confidences below "
+                f"{inside.conf_thres:g} and overlaps above IoU {inside.iou_thres:g}. Export it with the thresholds "
+                f"wanted: python export.py --include onnx_end2end --conf-thres {self.conf_thres:g} "
+                f"--iou-thres {self.iou_thres:g}, or without NMS: --include onnx"
+            )
+        if self.max_det > inside.max_det:
+            LOGGER.info(f"the file holds NMS, which keeps at most {inside.max_det} detections per image (--topk-all)")
 
 
 class Engine:

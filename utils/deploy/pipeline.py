@@ -7,6 +7,7 @@ were grouped, nor on which way the steps run.
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -208,10 +209,16 @@ class Pipeline:
         network = self.engine.model.runner.model
         images = images.to(next(network.parameters()).dtype)
         for index, view in enumerate(batch.views):
-            folder = self.summary.save_dir / self.writer.outputs[view.frame.item].label_stem(view.frame.number)
-            folder = folder / f"part{view.index}" if len(view.windows) > 1 else folder
-            with torch.no_grad():
-                network(images[index : index + 1], visualize=folder)
+            item = view.frame.item
+            place = self.writer.outputs[item].maps_folder(view.frame.number)
+            place = place / f"part{view.index}" if len(view.windows) > 1 else place
+            folder = self.summary.save_dir / f".partial-{os.getpid()}-maps"
+            try:
+                with torch.no_grad():
+                    network(images[index : index + 1], visualize=folder)
+                self.writer.write_maps(item, folder, place)
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _position(self, item: int, number: int = 0, total: int = 0) -> str:
         is_video = self.writer.outputs[item].is_video

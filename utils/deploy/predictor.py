@@ -17,6 +17,7 @@ import cv2
 import numpy as np
 
 from models.backend import DetectMultiBackend
+from utils.data.addresses import without_password
 from utils.data.frames import Frame
 from utils.data.images import imread_bgr
 from utils.data.sources import DECODERS, VIDEO_SUFFIXES, read_frames, resolve_source
@@ -69,7 +70,7 @@ class Predictor:
 
     Raises:
         ValueError, FileNotFoundError: weights or options that cannot be used.
-        TypeError: an unknown option, or one that concerns the writing of files.
+        TypeError: an unknown option, one that concerns the writing of files, or a value of the wrong kind.
     """
 
     def __init__(self, weights: str | Path | Backend, *, batch_size: int = 16, **options: object) -> None:
@@ -91,7 +92,7 @@ class Predictor:
         else:
             raise TypeError(f"weights {weights!r}: expected a file such as best.pt, or a loaded model")
         self.engine = Engine(model, Settings.of(chosen))
-        self.batch_size = batch_size
+        self.batch_size = chosen.batch_size
 
     @property
     def names(self) -> dict[int, str]:
@@ -127,14 +128,15 @@ class Predictor:
         resolved = resolve_source(source)
         try:
             if resolved.streams:
-                raise ValueError(f"{source} is a live stream; use detect_dual.py or utils.data.sources.LoadStreams")
+                shown = without_password(str(source))
+                raise ValueError(f"{shown} is a live stream; use detect_dual.py or utils.data.sources.LoadStreams")
             resolved.report()
             frames = read_frames(resolved.files, vid_stride, decoders=DECODERS)
             for done in self.engine.detect(frames, self.batch_size):
                 if isinstance(done, Done):
                     yield self._result(done, resolved.files[done.frame.item].path)
                 else:
-                    LOGGER.warning(f"{resolved.files[done.item].path}: {done.reason}, left out")
+                    LOGGER.warning(f"{resolved.files[done.item].title}: {done.reason}, left out")
         finally:
             resolved.close()
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 _UNUSED_CATEGORIES = {12, 26, 29, 30, 45, 66, 68, 69, 71, 83}
 COCO_CATEGORIES = tuple(number for number in range(1, 91) if number not in _UNUSED_CATEGORIES)  # of the classes 0 … 79
+MAX_NUMBER = (1 << 53) - 1  # the largest that readers of JSON with floating point numbers keep apart from the next
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,9 +118,15 @@ class CocoRecorder:
         return truth
 
 
-def image_identifier(name: str) -> int | str:
-    """Return COCO's number of an image from the stem of its file, or the name where it is not a number."""
-    return int(name) if name.isascii() and name.isdigit() else name
+def image_identifiers(names: Iterable[str]) -> dict[str, int | str]:
+    """Return what the json calls each image of a set: COCO's number where its name is one that no other name is.
+
+    ``01`` and ``001`` are one number, so they stay names; so do numbers that a program may round.
+    """
+    names = list(names)
+    numbers = {name: int(name) for name in names if name.isascii() and name.isdigit() and int(name) <= MAX_NUMBER}
+    count = Counter(numbers.values())
+    return {name: numbers[name] if count[numbers.get(name)] == 1 else name for name in names}
 
 
 def _corner_size(boxes: Tensor) -> list[list[float]]:

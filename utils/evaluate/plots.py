@@ -92,6 +92,9 @@ def _choose_fonts(figure: Figure) -> None:
     from matplotlib.text import Text
 
     for part in figure.findobj(Text):
+        shown = part.get_text().encode("utf-8", "replace").decode("utf-8")  # "?" for bytes of names that are no text
+        if shown != part.get_text():
+            part.set_text(shown)
         text = "".join(letter for letter in part.get_text() if letter.isprintable())
         font = None if text.isascii() else font_for(text)
         if font is not None:
@@ -332,14 +335,20 @@ def _gaussian_smooth(values: np.ndarray, sigma: float = 3.0) -> np.ndarray:
 
 
 @harmless
-def plot_study(sizes: Sequence[int], rows: np.ndarray, path: str | Path) -> None:
-    """Write a study over image sizes: ``rows`` (n, ≥ 10) = P, R, mAP50, mAP50-95, three losses, three times in ms."""
+def plot_study(sizes: Sequence[int], studies: Mapping[str, np.ndarray], path: str | Path) -> None:
+    """Write studies over image sizes, one line each.
+
+    ``studies`` hold under a name (n, ≥ 10) = P, R, mAP50, mAP50-95, three losses, three times in ms.
+    """
     figure, panels = _figure(2, 4, (12, 6))
     titles = {0: "P", 1: "R", 2: "mAP@.5", 3: "mAP@.5:.95", 7: "pre-process (ms)", 8: "inference (ms)", 9: "NMS (ms)"}
-    for panel, (column, title) in zip(panels.flat, titles.items(), strict=False):
-        panel.plot(sizes, rows[:, column], marker=".", linewidth=2, markersize=8)
-        panel.set(title=title, xlabel="image size")
-    total = rows[:, 7:10].sum(1)
-    panels.flat[7].plot(total, rows[:, 3], marker=".", linewidth=2, markersize=8)
-    panels.flat[7].set(title="mAP@.5:.95", xlabel="ms per image")
+    for number, (name, rows) in enumerate(studies.items()):
+        style = {"marker": ".", "linewidth": 2, "markersize": 8, "color": _rgb(number), "label": name}
+        for panel, (column, title) in zip(panels.flat, titles.items(), strict=False):
+            panel.plot(sizes, rows[:, column], **style)
+            panel.set(title=title, xlabel="image size")
+        panels.flat[7].plot(rows[:, 7:10].sum(1), rows[:, 3], **style)
+        panels.flat[7].set(title="mAP@.5:.95", xlabel="ms per image")
+    if len(studies) > 1:
+        panels.flat[0].legend(fontsize=8)
     _save(figure, path)

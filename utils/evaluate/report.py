@@ -81,7 +81,8 @@ def write_comparison(run_folders: Sequence[str | Path], path: str | Path) -> Pat
         runs.append(run)
         own = Path(folder) / REPORT_NAME
         if own.is_file():
-            run["report"] = quote(Path(os.path.relpath(own.resolve(), path.parent.resolve())).as_posix())
+            link = Path(os.path.relpath(own.resolve(), path.parent.resolve())).as_posix()
+            run["report"] = quote(link, errors="surrogateescape")  # bytes of names that are no text too
     if not runs:
         raise ValueError("none of these runs can be read; give the folders of runs, for example runs/train/exp")
     write_text_atomic(path, render(runs))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -61,6 +61,7 @@ class ValResult:
     examples_confidence: float = 0.0  # above which boxes count there
     coco: CocoFigures | None = None  # pycocotools' own, with save_json only, where that package is installed
     settings: Mapping[str, str | float | bool] = field(default_factory=dict)  # how it was measured
+    unwritten: tuple[str, ...] = ()  # what was asked for and could not be written, each with its reason and a remedy
 
     def summary(self) -> tuple[float, float, float, float, float, float, float]:
         """Return P, R, mAP50, mAP50-95 and the three losses, the order of ``fitness`` and results.csv."""
@@ -122,6 +123,7 @@ def measure(
     official: CocoFigures | None = None,
     coco: CocoFigures | None = None,
     settings: Mapping[str, str | float | bool] | None = None,
+    unwritten: Sequence[str] = (),
 ) -> ValResult:
     """Turn everything seen into figures; those of ``official`` replace mAP50 and mAP50-95."""
     curves = class_curves(seen.correct, seen.confidence, seen.predicted, seen.true)
@@ -147,6 +149,7 @@ def measure(
         examples_confidence=shown_from,
         coco=coco,
         settings=settings or {},
+        unwritten=tuple(unwritten),
     )
 
 

@@ -15,15 +15,21 @@ from typing import Any
 from urllib.parse import quote
 
 from utils.data.report import hints
-from utils.evaluate.advice import advise, best_row, validated
+from utils.evaluate.advice import LOSSES, advise, best_row, validated
+from utils.evaluate.evaluation_parts import without_damage
 from utils.evaluate.record import FILE_NAME as EVALUATION
-from utils.evaluate.warning_file import read_warnings
+from utils.evaluate.warning_file import FILE_NAME as WARNINGS
+from utils.evaluate.warning_file import load_warnings
 from utils.files import read_yaml
 from utils.options import TrainOptions
 
 # What reading files of any content may raise.
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 MAX_ROWS = 1200  # of a table; more points than a screen has columns
+ACCURACY = (  # columns of results.csv that tell which epochs were validated, and which was best
+    *(f"metrics/{name}" for name in ("precision", "recall", "mAP_0.5", "mAP_0.5:0.95")),
+    *(f"{kind}/{loss}" for kind in ("train", "val") for loss in LOSSES),
+)
 IRRELEVANT = {"save_dir", "resume", "hyp"}  # in opt.yaml, and no part of the command that repeats the run
 FILES = {  # what a folder may hold, in the order of a reader's interest
     "weights/best.pt": "weights of the best epoch",
@@ -68,7 +74,7 @@ def read_run(folder: str | Path, page_folder: str | Path | None = None) -> dict[
         raise FileNotFoundError(f"{folder} is no folder; give the folder of a run, for example runs/train/exp")
     read = _Reader(folder)
     options, results = read.file("opt.yaml", read_yaml), read.file("results.csv", _read_results)
-    evaluation = read.file(EVALUATION, _read_json)
+    evaluation = read.evaluation()
     if not (options or results or evaluation):
         raise FileNotFoundError(
             f"{folder} holds neither opt.yaml, results.csv nor {EVALUATION} that can be read: not a run's folder; "
@@ -77,6 +83,7 @@ def read_run(folder: str | Path, page_folder: str | Path | None = None) -> dict[
     data, monitor = read.file("data_report.json", _read_json), read.file("monitor.csv", read_columns)
     hyp = options.pop("hyp", {})
     epochs = _read(int, options.get("epochs")) or 0
+    complete = results if read.has_columns("results.csv", results, ACCURACY) else {}
     return {
         "name": folder.resolve().name,
         "kind": "Training" if options or results else "Validation",
@@ -86,17 +93,17 @@ def read_run(folder: str | Path, page_folder: str | Path | None = None) -> dict[
         "hyp": hyp if isinstance(hyp, Mapping) else {},
         "epochs": epochs,
         "results": {name: _known(column) for name, column in without_zeros(results).items()},
-        "best": best_row(results),
+        "best": best_row(complete),
         "train_s": _read(partial(training_seconds, results), data),
         "monitor": {name: _known(column) for name, column in monitor.items()},
         "evaluation": evaluation,
-        "data": _read(summarise_data, data) or {},
-        "warnings": read_warnings(folder),
+        "data": read.part("data_report.json", partial(summarise_data, data)) or {},
+        "warnings": read.file(WARNINGS, load_warnings) or [],
         "unread": read.problems,
         "advice": [
             *(_read(_data_hints, data) or []),
             *(
-                _read(partial(advise, results, epochs=epochs, last=str(folder / "weights" / "last.pt")), evaluation)
+                _read(partial(advise, complete, epochs=epochs, last=str(folder / "weights" / "last.pt")), evaluation)
                 or []
             ),
         ],
@@ -111,14 +118,36 @@ class _Reader:
         self.folder = folder
         self.problems: list[str] = []
 
-    def file(self, name: str, reader: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-        """Return what ``reader`` makes of a file; nothing where it is absent, empty, or damaged."""
+    def file(self, name: str, reader: Callable[[Path], Any]) -> Any:
+        """Return what ``reader`` makes of a file; an empty mapping where it is absent, empty, or damaged."""
         path = self.folder / name
         try:
             return reader(path) if path.is_file() and path.stat().st_size else {}
         except UNREADABLE as error:
             self.problems.append(f"{name} could not be read and is left out: {error}")
             return {}
+
+    def part(self, name: str, reader: Callable[[], Any]) -> Any:
+        """Return what ``reader`` makes of what was read of a file; None where that is of another form."""
+        try:
+            return reader()
+        except UNREADABLE as error:
+            self.problems.append(f"{name} is of an unexpected form and is left out ({type(error).__name__}: {error})")
+            return None
+
+    def evaluation(self) -> dict[str, Any]:
+        """Return what evaluation.json holds, without damaged parts."""
+        evaluation, damaged = without_damage(self.file(EVALUATION, _read_json))
+        if damaged:
+            self.problems.append(f"{EVALUATION} holds parts of an unexpected form, left out: {', '.join(damaged)}")
+        return evaluation
+
+    def has_columns(self, name: str, table: Mapping[str, Any], wanted: Sequence[str]) -> bool:
+        """Return whether a table that holds something has all of some columns."""
+        absent = [column for column in wanted if table and column not in table]
+        if absent:
+            self.problems.append(f"{name} has no column {', '.join(absent)}: no epoch's accuracy is told")
+        return not absent
 
 
 def _read(reader: Callable[[Any], Any], source: Any) -> Any:
@@ -257,7 +286,8 @@ def list_files(folder: Path, page_folder: Path) -> list[dict[str, Any]]:
         found += [(path.name, text) for path in sorted(folder.glob(pattern)) if path.is_file()]
     found += [(path.relative_to(folder).as_posix(), "checkpoint") for path in sorted(folder.glob("weights/epoch*.pt"))]
     base = Path(os.path.relpath(folder.resolve(), page_folder.resolve()))
+    link = partial(quote, errors="surrogateescape")  # bytes of names that are no text too
     return [
-        {"name": name, "link": quote((base / name).as_posix()), "bytes": (folder / name).stat().st_size, "text": text}
+        {"name": name, "link": link((base / name).as_posix()), "bytes": (folder / name).stat().st_size, "text": text}
         for name, text in found
     ]

@@ -63,7 +63,7 @@ def plot_monitor(file: str | Path = "monitor.csv", target: str | Path = "") -> N
         panel.set(title=title, xlabel="step", ylabel=unit)
         if is_log and panel.lines:
             panel.set_yscale("log")
-    figure.suptitle(f"{path.parent.name}: {len(table['step'])} rows")
+    figure.suptitle(f"{path.parent.name}: {len(table['step'])} rows", parse_math=False)  # a name may hold any sign
     _save(figure, Path(target) if target else path.with_name("monitor.png"))
 
 

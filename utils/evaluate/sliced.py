@@ -19,7 +19,7 @@ from utils.boxes import scale_boxes
 from utils.data.augment import network_targets, to_pixels
 from utils.data.dataset import LoadImagesAndLabels, Sample, SampleKey, Shapes
 from utils.data.images import imread_bgr, letterbox
-from utils.slicing import Detect, detect_sliced
+from utils.slicing import Detect, detect_sliced, slice_windows
 
 READ_AHEAD = 2  # pictures read while one is looked at; the network takes longer for one, and each may be very large
 
@@ -90,6 +90,13 @@ class Slicing:
     stride: int = 32
     auto: bool = True
     batch_size: int = 16
+
+    def passes(self, shapes: np.ndarray) -> np.ndarray:
+        """Return how many parts of each picture the network looks at, (n,); ``shapes`` (n, 2) are width, height."""
+        sides, place = np.unique(shapes, return_inverse=True)
+        along = np.array([len(slice_windows(int(side), 1, self.size, self.overlap)) for side in sides], np.int64)
+        slices = along[place.reshape(np.shape(shapes))].prod(1)
+        return slices + (slices > 1)  # where there are several, the whole picture as well
 
     def fit(self, parts: Sequence[np.ndarray]) -> Tensor:
         """Return parts (H, W, 3) of one size as input of the network (B, 3, H, W) uint8, a view."""

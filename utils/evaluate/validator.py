@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from models.heads import lead_prediction
 from models.replay import Replay
 from utils.evaluate import plots
-from utils.evaluate.coco import CocoFigures, CocoRecorder, image_identifier
+from utils.evaluate.coco import CocoFigures, CocoRecorder, image_identifiers
 from utils.evaluate.confusion import ConfusionMatrix
 from utils.evaluate.matching import BatchMatch, iou_thresholds
 from utils.evaluate.outputs import LabelWriter, OutputNames, merge_labels
+from utils.evaluate.own_files import LABELS
 from utils.evaluate.result import ValResult, measure
 from utils.evaluate.scene import AllFindings, Findings, Scene
 from utils.evaluate.sliced import Slicing
@@ -74,12 +75,13 @@ class Validator:
         coco_annotations: official json; with ``save_json`` its verdict replaces mAP50 and mAP50-95.
         is_coco: classes are COCO's 80, the json carries COCO's category numbers.
         json_name: name of the json file in ``save_dir``.
+        on_label_file: called with each label file that was written and its content.
         slicing: look at pictures in slices; the loader then gives whole ones, as ``WholeImageLoader`` does.
         replay: recorded passes for batches whose shape comes again, also in a later run of the same model; results may
             be overwritten by the next pass. The model needs a method ``priors``.
 
     Raises:
-        ValueError: ``save_txt`` would overwrite labels of the data set, outputs are wanted without a folder, or slices
+        ValueError: ``save_txt`` would write among labels that are there, outputs are wanted without a folder, or slices
             together with ``augment`` or ``loss_fn``.
     """
 
@@ -107,6 +109,7 @@ class Validator:
         coco_annotations: Path | None = None,
         is_coco: bool = False,
         json_name: str = "predictions.json",
+        on_label_file: Callable[[Path, bytes], object] | None = None,
         slicing: Slicing | None = None,
         replay: Replay | None = None,
     ) -> None:
@@ -125,6 +128,7 @@ class Validator:
         self.plots = plots
         self.save_txt, self.save_conf, self.save_hybrid = save_txt or save_hybrid, save_conf, save_hybrid
         self.save_json, self.json_name = save_json, json_name
+        self.on_label_file = on_label_file
         self.coco_annotations, self.is_coco = coco_annotations, is_coco
         self.verbose = verbose
         self.augment = augment
@@ -249,6 +253,7 @@ class Validator:
             official=coco if self.coco_annotations is not None else None,
             coco=coco,
             settings=self._settings(),
+            unwritten=outputs.unwritten,
         )
         if self.plots and seen.correct.any():
             plots.plot_curves(result.curves, result.point, self.save_dir, self.names)
@@ -265,7 +270,10 @@ class _Outputs:
         self.names = OutputNames(paths)
         self.writer = None
         if settings.save_txt:
-            self.writer = LabelWriter(settings.save_dir / "labels", paths, settings.save_conf)
+            folder, note = settings.save_dir / LABELS, settings.on_label_file
+            self.writer = LabelWriter(folder, paths, settings.save_conf, on_written=note)
+        self.identifiers = image_identifiers(self.names[path] for path in paths) if settings.save_json else {}
+        self.unwritten: list[str] = []  # what could not be written
         self.recorder = CocoRecorder(settings.is_coco) if settings.save_json else None
         self.confusion = ConfusionMatrix(nc=len(settings.names))
 
@@ -277,26 +285,40 @@ class _Outputs:
             return
         for path, shape, (detections, labels) in zip(paths, scene.shapes, scene.images(), strict=True):
             if self.recorder:
-                self.recorder.add(image_identifier(self.names[path]), shape, detections, labels)
+                name = self.names[path]
+                self.recorder.add(self.identifiers.get(name, name), shape, detections, labels)
             if self.writer:
                 hybrid = self.settings.save_hybrid
                 rows = merge_labels(detections, labels, self.settings.iou_thres) if hybrid else detections
                 self.writer.write(path, rows, shape)
 
     def finish(self) -> CocoFigures | None:
-        """Write what is written once, at the end; return the referee's figures if there are any."""
+        """Write what is written once, at the end; return the referee's figures if there are any.
+
+        What cannot be written is noted in ``unwritten``: the figures are worth more than a file.
+        """
         settings = self.settings
         if settings.plots:
             self.confusion.plot(save_dir=settings.save_dir, names=settings.names)
-            self.confusion.save_counts(settings.save_dir / "confusion_matrix.csv", settings.names)
+            with self._noting():
+                self.confusion.save_counts(settings.save_dir / "confusion_matrix.csv", settings.names)
         if self.writer:
             LOGGER.info(f"{self.writer.written} label files written to {self.writer.folder}")
+            self.unwritten += [self.writer.failure] if self.writer.failure else []
         if not self.recorder:
             return None
         path = settings.save_dir / settings.json_name
-        self.recorder.write(path)
-        LOGGER.info(f"{len(self.recorder.predictions)} detections written to {path}")
+        with self._noting():
+            self.recorder.write(path)
+            LOGGER.info(f"{len(self.recorder.predictions)} detections written to {path}")
         return self.recorder.judge(settings.coco_annotations)
+
+    @contextlib.contextmanager
+    def _noting(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:  # names file and remedy
+            self.unwritten.append(str(error))
 
 
 @contextlib.contextmanager

@@ -72,10 +72,22 @@ class WarningRecorder(logging.Handler):
             self.folder = None
 
 
-def read_warnings(folder: str | Path) -> list[dict[str, Any]]:
-    """Return the warnings kept in ``folder`` as text, count, first; none where the file is absent or unreadable."""
+def load_warnings(path: str | Path) -> list[dict[str, Any]]:
+    """Return the warnings in a file as text, count, first.
+
+    Raises:
+        OSError, ValueError: it cannot be read, or has another form.
+    """
     try:
-        entries = json.loads((Path(folder) / FILE_NAME).read_text(encoding="utf-8"))
+        entries = json.loads(Path(path).read_text(encoding="utf-8"))
         return [{"text": str(e["text"]), "count": int(e["count"]), "first": str(e["first"])} for e in entries]
-    except (OSError, ValueError, TypeError, KeyError):
+    except (TypeError, LookupError, ArithmeticError, RecursionError) as error:
+        raise ValueError("it should hold a list of text, count and first") from error
+
+
+def read_warnings(folder: str | Path) -> list[dict[str, Any]]:
+    """Return the warnings kept in ``folder``; none where the file is absent or unreadable."""
+    try:
+        return load_warnings(Path(folder) / FILE_NAME)
+    except (OSError, ValueError):
         return []

@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from utils.cli import option, own_option
-from utils.options.base import FromCli, height_width, replay_option, slice_option, slice_overlap_option
+from utils.options.base import (
+    FromCli,
+    height_width,
+    replay_option,
+    slice_option,
+    slice_overlap_option,
+    whole_numbers,
+)
 
 THICKEST_LINE = 255  # pixels; OpenCV draws up to 32767, and labels grow with the line
 
@@ -67,13 +74,14 @@ class DetectOptions(FromCli):
     )
 
     def __post_init__(self) -> None:
+        self.check_types()
         self.check_slices()
         self.check_at_least(max_det=1, line_thickness=1, vid_stride=1, batch_size=1)
         if self.line_thickness > THICKEST_LINE:
             raise ValueError(f"--line-thickness {self.line_thickness}: should be at most {THICKEST_LINE}")
         self.check_fractions("conf_thres", "iou_thres")
-        if isinstance(self.classes, int):
-            self.classes = [self.classes]
+        if self.classes is not None:
+            self.classes = whole_numbers("classes", self.classes, "numbers of classes", "[0, 2]")
         self.weights = [self.weights] if isinstance(self.weights, (str, Path)) else list(self.weights)
         self.imgsz = height_width(self.imgsz)
         if self.update:

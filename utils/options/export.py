@@ -61,6 +61,7 @@ class ExportOptions(FromCli):
     )
 
     def __post_init__(self) -> None:
+        self.check_types()
         self.check_at_least(batch_size=1, opset=11, topk_all=1)
         self.check_fractions("iou_thres", "conf_thres")
         if not self.input_name.strip() or self.input_name in OUTPUT_NAMES:

@@ -139,6 +139,7 @@ class TrainOptions(FromCli):
     artifact_alias: str = idle_option("latest", "", "--artifact_alias")
 
     def __post_init__(self) -> None:
+        self.check_types()
         self._refuse_unavailable()
         self.check_at_least(
             epochs=1,

@@ -52,6 +52,7 @@ class ValOptions(FromCli):
     slice_overlap: float = slice_overlap_option()
 
     def __post_init__(self) -> None:
+        self.check_types()
         self.check_at_least(batch_size=1, imgsz=32, max_det=1, workers=-1, min_items=0)
         self.check_fractions("conf_thres", "iou_thres")
         self.check_slices()

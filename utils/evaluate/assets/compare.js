@@ -15,19 +15,27 @@ const PLACES = new Set(["name", "project", "save_dir", "exist_ok", "device", "wo
 
 function figures(run) {
   const { results, evaluation, options, best } = run;
+  const settings = evaluation.settings || {}; // of a validation, which has no options
   const at = (name, fallback) => {
     const value = best === null ? null : (results[name] || [])[best];
     return isKnown(value) ? value : fallback;
   };
   const coco = evaluation.coco || {};
   return {
-    run, name: run.title, cfg: options.cfg || options.weights || "", imgsz: options.imgsz, batch: options.batch_size,
+    run, name: run.title, cfg: options.cfg || options.weights || settings.weights || "",
+    imgsz: options.imgsz || settings["image size"], batch: options.batch_size || settings.batch,
     done: results.epoch ? last(results.epoch) + 1 : null,
     p: at("metrics/precision", evaluation.precision), r: at("metrics/recall", evaluation.recall),
     map50: at("metrics/mAP_0.5", evaluation.map50), map: at("metrics/mAP_0.5:0.95", evaluation.map),
     ap: at("coco/AP", coco.ap), small: at("coco/AP_small", coco.ap_small), medium: at("coco/AP_medium", coco.ap_medium),
     large: at("coco/AP_large", coco.ap_large), speed: last(results["train/img_per_s"]), time: run.train_s,
   };
+}
+
+// Return data file and split behind the figures of a run, null where nothing tells.
+function measuredOn(run) {
+  const data = run.options.data || (run.evaluation.settings || {}).data;
+  return data ? `${data} (${splitName(run)})` : null;
 }
 
 function comparedSummary(runs) {
@@ -45,9 +53,9 @@ function comparedSummary(runs) {
   ];
   const text = quiet("Figures of each run's best epoch, the best of a column in green; click a title to sort. AP and sizes: "
     + "COCO's definition, in pixels of the original pictures.");
-  const sets = new Set(runs.map((run) => run.options.data).filter(Boolean));
-  const caution = sets.size < 2 ? null : quiet("These runs name different data files: their figures can be compared only where the "
-    + "validation pictures are the same.");
+  const sets = new Set(runs.map((run) => measuredOn(run)).filter(Boolean));
+  const caution = sets.size < 2 ? null : quiet(`These runs were measured on different data: ${[...sets].join("; ")}. Their figures can `
+    + "be compared only where the pictures are the same.");
   return section("Summary", card(sortedTable(columns, runs.map(figures), "runs")), text, caution);
 }
 
@@ -94,16 +102,20 @@ function comparedClasses(runs) {
   const rows = new Map();
   runs.forEach((run, index) => {
     for (const row of run.evaluation.classes || []) {
-      const entry = rows.get(row.name) || { name: row.name, labels: 0 };
-      entry.labels = Math.max(entry.labels, row.labels || 0);
+      const entry = rows.get(row.name) || { name: row.name };
+      entry[`labels${index}`] = row.labels;
       entry[`ap${index}`] = row.ap;
       rows.set(row.name, entry);
     }
   });
-  for (const [name, row] of rows) if (!row.labels) rows.delete(name);
+  for (const [name, row] of rows) if (!runs.some((_, index) => row[`labels${index}`])) rows.delete(name);
   if (!rows.size) return null;
+  const counted = runs.map((_, index) => index).filter((index) => (runs[index].evaluation.classes || []).length);
+  const areSame = [...rows.values()].every((row) => new Set(counted.map((index) => row[`labels${index}`])).size === 1);
+  const labels = areSame ? [{ title: "labels", key: `labels${counted[0]}`, number: true }]
+    : counted.map((index) => ({ title: `labels, ${runs[index].title}`, key: `labels${index}`, number: true }));
   const columns = [
-    { title: "class", key: "name" }, { title: "val labels", key: "labels", number: true },
+    { title: "class", key: "name" }, ...labels,
     ...runs.map((run, index) => ({ title: run.title, key: `ap${index}`, number: true })),
   ];
   return section("Classes", card(sortedTable(columns, [...rows.values()], "mAP50-95 per class")),

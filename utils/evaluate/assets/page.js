@@ -120,7 +120,10 @@ function summary(run) {
   if (isKnown(speed)) tiles.push(tile("pictures/s, training", format(speed, 3)));
   if (isKnown(run.train_s)) tiles.push(tile("time in training", duration(run.train_s), "validation not counted"));
   let heading = best === null ? null : quiet("Figures of the best epoch.");
-  if (done && best === null) heading = quiet("No epoch was validated yet, so there are no accuracy figures.");
+  if (done && best === null) {
+    heading = quiet(isKnown(evaluation.map) ? "Figures of the last validation: results.csv tells of no validated epoch."
+      : "No epoch was validated yet, so there are no accuracy figures.");
+  }
   const measured = Object.entries(evaluation.settings || {}).map(([name, value]) => `${name} ${format(value)}`).join(", ");
   return section(
     "Summary",
@@ -253,6 +256,11 @@ function sizes(run) {
   );
 }
 
+// Return which pictures the last validation measured.
+function splitName(run) {
+  return (run.evaluation.settings || {}).split || "val";
+}
+
 function classTable(run) {
   const rows = (run.evaluation.classes || []).map((row) => {
     const [, small, medium, large] = row.coco || [];
@@ -264,7 +272,7 @@ function classTable(run) {
   const absent = rows.length - present.length;
   const columns = [
     { title: "class", key: "name" }, { title: "train objects", key: "trained", number: true },
-    { title: "val labels", key: "labels", number: true }, { title: "P", key: "p", number: true },
+    { title: `${splitName(run)} labels`, key: "labels", number: true }, { title: "P", key: "p", number: true },
     { title: "R", key: "r", number: true }, { title: "F1", key: "f1", number: true },
     { title: "mAP50", key: "ap50", number: true }, { title: "mAP50-95", key: "ap", number: true },
     { title: "COCO AP", key: "coco", number: true }, { title: "small", key: "small", number: true },
