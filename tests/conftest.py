@@ -16,6 +16,23 @@ from scripts.make_shapes import make_shapes
 REPO_ROOT = Path(__file__).resolve().parents[1]
 
 
+@pytest.hookimpl(hookwrapper=True)
+def pytest_report_to_serializable(report: object) -> Iterator[None]:
+    """Spell out what no other process can be told: file names that are no text stand in what a test has logged."""
+    outcome = yield
+    outcome.force_result(_spelt_out(outcome.get_result()))
+
+
+def _spelt_out(value: object) -> object:
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode("utf-8")
+    if isinstance(value, dict):
+        return {key: _spelt_out(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_spelt_out(item) for item in value)
+    return value
+
+
 def pytest_configure() -> None:
     """Let signals mean what they mean in a terminal.
 
