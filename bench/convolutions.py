@@ -37,7 +37,7 @@ from models.graph import DetectionModel
 from models.stages import RepNCSP
 from utils.runtime import select_device
 
-FEW_CHANNELS = 4  # inputs of at most so many channels are tried with more
+FEW_CHANNELS = 4  # inputs of fewer channels are tried with more
 PADDED = (4, 8)
 TRIES_ON_CPU = 2
 COPIED_BYTES = 2**30

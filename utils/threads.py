@@ -21,6 +21,8 @@ Result = TypeVar("Result")
 
 POLL_S = 0.1  # how soon a waiting thread notices that it should stop
 
+ENDING_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")  # the last one is missing on Windows
+
 
 @dataclass(frozen=True)
 class _Failure:
@@ -125,7 +127,7 @@ def ordered_map(
 
 @contextmanager
 def interrupts_wait() -> Iterator[None]:
-    """Let Ctrl+C, and SIGTERM where it is handled, wait until the block has ended; a second one does not wait.
+    """Let Ctrl+C, and SIGTERM and SIGHUP where they are handled, wait until the block has ended, the first of them.
 
     Example: what belongs together is written together, or not at all::
 
@@ -138,7 +140,8 @@ def interrupts_wait() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = [getattr(signal, name) for name in ENDING_SIGNALS if hasattr(signal, name)]
+    handlers = {number: signal.getsignal(number) for number in numbers}
     handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
     arrived: list[int] = []
 

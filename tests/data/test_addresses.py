@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import http.server
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -72,6 +74,46 @@ def basic(login: str) -> str:
     return "Basic " + base64.b64encode(login.encode()).decode()
 
 
+BASIC, DIGEST = 'Basic realm="cam"', 'Digest realm="cam", nonce="7", qop="auth", algorithm=MD5'
+
+
+def asks(*offered: str) -> Answer:
+    """Ask for a login, in as many header lines as texts are given."""
+
+    def answer(request: http.server.BaseHTTPRequestHandler) -> None:
+        request.send_response(401)
+        for text in offered:
+            request.send_header("WWW-Authenticate", text)
+        request.end_headers()
+
+    return answer
+
+
+def wants_basic(login: str, page: Answer) -> Answer:
+    def answer(request: http.server.BaseHTTPRequestHandler) -> None:
+        (page if request.headers.get("Authorization") == basic(login) else asks(BASIC))(request)
+
+    return answer
+
+
+def wants_digest(user: str, password: str, hashed: Callable, offered: list[str]) -> Answer:
+    """Give a picture for the right answer (RFC 7616, 3.4.1), computed here from the bytes that were sent."""
+
+    def answer(request: http.server.BaseHTTPRequestHandler) -> None:
+        sent = (request.headers.get("Authorization") or "").encode("latin-1")
+        got = {name: quoted or bare for name, quoted, bare in re.findall(rb'(\w+)=(?:"([^"]*)"|([^,]+))', sent)}
+
+        def h(*parts: bytes) -> bytes:
+            return hashed(b":".join(parts)).hexdigest().encode()
+
+        secret, what = h(user.encode(), got.get(b"realm", b""), password.encode()), h(b"GET", request.path.encode())
+        middle = [got[b"nc"], got[b"cnonce"], got[b"qop"]] if b"qop" in got else []
+        is_right = got.get(b"response") == h(secret, b"7", *middle, what) and got[b"username"] == user.encode()
+        (gives(b"picture") if is_right else asks(*offered))(request)
+
+    return answer
+
+
 # --- logins ---
 
 
@@ -89,33 +131,88 @@ def basic(login: str) -> str:
 def test_a_login_is_decoded_and_sent_to_its_host(
     tmp_path: Path, make_site: Callable[..., Site], messages: list[str], typed: str, meant: str
 ) -> None:
-    site = make_site({"/a.jpg?n=1": gives(write_picture(tmp_path / "a.jpg").read_bytes())})
+    site = make_site({"/a.jpg?n=1": wants_basic(meant, gives(write_picture(tmp_path / "a.jpg").read_bytes()))})
     source = resolve_source(f"http://{typed}@{site.host}/a.jpg?n=1")
     (file,) = source.files
-    assert site.asked == [("/a.jpg?n=1", basic(meant))]
+    assert site.asked == [("/a.jpg?n=1", None), ("/a.jpg?n=1", basic(meant))]
     assert file.title == f"http://***@{site.host}/a.jpg?n=1" and file.relative == Path("a.jpg")
     assert messages == [f"downloading http://***@{site.host}/a.jpg?n=1"]
     source.close()
 
 
 def test_a_login_follows_redirections_on_its_host_only(tmp_path: Path, make_site: Callable[..., Site]) -> None:
-    other = make_site({"/c.jpg": gives(b"picture")})
-    first = make_site({"/a.jpg": leads_to("/b.jpg"), "/b.jpg": leads_to(f"http://{other.host}/c.jpg")})
+    other = make_site({"/c.jpg": asks(BASIC), "/d.jpg": gives(b"picture")})
+    away = {path: wants_basic("u:secret", leads_to(f"http://{other.host}{path}")) for path in ("/c.jpg", "/d.jpg")}
+    first = make_site({"/a.jpg": wants_basic("u:secret", leads_to("/d.jpg"))} | away)
     download(f"http://u:secret@{first.host}/a.jpg", tmp_path / "got")
     assert (tmp_path / "got").read_bytes() == b"picture"
-    assert first.asked == [("/a.jpg", basic("u:secret")), ("/b.jpg", basic("u:secret"))]
-    assert other.asked == [("/c.jpg", None)]
+    sent = [None, basic("u:secret")]
+    assert first.asked == [(path, login) for path in ("/a.jpg", "/d.jpg") for login in sent]
+    with pytest.raises(ConnectionError, match="401"):
+        download(f"http://u:secret@{first.host}/c.jpg", tmp_path / "got")
+    assert other.asked == [("/d.jpg", None), ("/c.jpg", None)]
 
 
-def test_a_host_that_wants_a_digest_gets_one(tmp_path: Path, make_site: Callable[..., Site]) -> None:
-    def ask_or_give(request: http.server.BaseHTTPRequestHandler) -> None:
-        if (request.headers.get("Authorization") or "").startswith('Digest username="u"'):
-            return gives(b"picture")(request)
-        return gives(b"", 401, WWW_Authenticate='Digest realm="cam", nonce="7", qop="auth"')(request)
+DIGEST_FORMS = [
+    [DIGEST],
+    [BASIC, DIGEST],
+    [DIGEST, BASIC],
+    [f"{BASIC}, {DIGEST}"],
+    ["Negotiate", f"Bearer, {DIGEST}"],
+    ['Digest realm="cam", nonce="7"'],
+    ['DIGEST Realm="cam", Nonce="7", QOP="auth-int, auth", algorithm=md5'],
+    ['Digest realm="cam", nonce="7", algorithm=SHA-512-256', 'Digest realm="cam", nonce="7", algorithm=SHA-256'],
+    ['Digest realm="Türe, 1 = a b", nonce="7", qop="auth"'],
+]
 
-    site = make_site({"/a.jpg": ask_or_give})
-    download(f"http://u:secret@{site.host}/a.jpg", tmp_path / "got")
-    assert (tmp_path / "got").read_bytes() == b"picture" and "secret" not in str(site.asked)
+
+@pytest.mark.parametrize("offered", DIGEST_FORMS)
+@pytest.mark.parametrize("is_right", [True, False])
+def test_a_host_that_takes_a_digest_gets_one_and_no_password(
+    tmp_path: Path, make_site: Callable[..., Site], offered: list[str], is_right: bool
+) -> None:
+    hashed = hashlib.sha256 if "SHA-256" in str(offered) else hashlib.md5
+    site = make_site({"/a.jpg?n=1": wants_digest("ü", "sécret" if is_right else "other", hashed, offered)})
+    address = f"http://ü:sécret@{site.host}/a.jpg?n=1"
+    if is_right:
+        download(address, tmp_path / "got")
+        assert (tmp_path / "got").read_bytes() == b"picture"
+    else:
+        with pytest.raises(ConnectionError, match="401"):
+            download(address, tmp_path / "got")
+    (_, first), (_, second) = site.asked
+    assert first is None and second.startswith("Digest "), "asked once, answered once"
+
+
+@pytest.mark.parametrize(
+    "offered",
+    [[BASIC], ["Negotiate", BASIC], ['Digest realm="cam", nonce="7", algorithm=other', BASIC], ["Digest x", BASIC]],
+)
+def test_a_wrong_password_is_sent_once(tmp_path: Path, make_site: Callable[..., Site], offered: list[str]) -> None:
+    site = make_site({"/a.jpg": asks(*offered)})
+    with pytest.raises(ConnectionError, match="401"):
+        download(f"http://u:wrong@{site.host}/a.jpg", tmp_path / "got")
+    assert [login for _, login in site.asked] == [None, basic("u:wrong")]
+
+
+@pytest.mark.parametrize(
+    "offered", [[], ["Negotiate"], ["Digest"], ['Digest realm="cam", nonce="7", qop="auth-int"'], ["=,=", ""]]
+)
+def test_what_cannot_be_answered_gets_no_password(
+    tmp_path: Path, make_site: Callable[..., Site], offered: list[str]
+) -> None:
+    site = make_site({"/a.jpg": asks(*offered)})
+    with pytest.raises(ConnectionError, match="401"):
+        download(f"http://u:secret@{site.host}/a.jpg", tmp_path / "got")
+    assert site.asked == [("/a.jpg", None)]
+
+
+def test_an_answer_that_came_too_late_is_repeated_once(tmp_path: Path, make_site: Callable[..., Site]) -> None:
+    late = asks(BASIC, f"{DIGEST}, stale=TRUE")
+    site = make_site({"/a.jpg": late})
+    with pytest.raises(ConnectionError, match="401"):
+        download(f"http://u:secret@{site.host}/a.jpg", tmp_path / "got")
+    assert [login and login[:7] for _, login in site.asked] == [None, "Digest ", "Digest "]
 
 
 @pytest.mark.parametrize(
@@ -240,7 +337,7 @@ TS = b"G" + b"\0" * 187
 def test_what_has_a_length(make_site: Callable[..., Site], answer: Answer, is_file: bool) -> None:
     site = make_site({"/live": answer})
     assert has_known_length(f"http://u:p@{site.host}/live") is is_file
-    assert site.asked == [("/live", basic("u:p"))]
+    assert site.asked == [("/live", None)]
 
 
 @pytest.mark.parametrize("address", ["0", "screen 1", "rtsp://127.0.0.1:9/1", "http://127.0.0.1:9/live", "http://["])

@@ -234,7 +234,7 @@ def test_files_of_the_user_are_never_replaced(tmp_path: Path) -> None:
     write_picture(tmp_path / "data" / "images" / "a.jpg")
     (tmp_path / "data" / "labels").mkdir()
     (tmp_path / "data" / "labels" / "a.txt").write_text("0 0.5 0.5 1 1\n")
-    with pytest.raises(ValueError, match="data/labels are not from a run of detection, but perhaps a data set"):
+    with pytest.raises(ValueError, match="data/labels are not in the record of this folder: perhaps a data set"):
         detect(tmp_path, tmp_path / "data/images", project=str(tmp_path), name="data", exist_ok=True, save_txt=True)
     assert contents(tmp_path / "set") == before and (tmp_path / "data/labels/a.txt").read_text() == "0 0.5 0.5 1 1\n"
 

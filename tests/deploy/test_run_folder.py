@@ -1,7 +1,8 @@
-"""Runs into folders that exist: what is not from a run of detection stays, and so do results of other inputs."""
+"""Runs into folders that exist: what detection did not write stays, and so do results of other inputs."""
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import subprocess
@@ -18,7 +19,7 @@ import torch
 from tests.deploy.fakes import ColourBackend, picture, write_picture, write_video
 from tests.deploy.runs import contents, detect, files_of, table_of
 from utils.deploy import run_folder
-from utils.deploy.record import RECORD_NAME, Input
+from utils.deploy.record import RECORD_NAME, Input, replace_file
 from utils.deploy.run_folder import SaveOptions, claimed, make_folder, plan_run
 from utils.deploy.writers import RunWriter
 from utils.files import lock_folder
@@ -67,7 +68,7 @@ def test_labels_of_a_user_stay_after_a_run_without_labels(data_set: Path, tmp_pa
     write_picture(source / "a.jpg")
     (data_set / ("labels" if kept == "images" else "images")).rename(tmp_path / "aside")
     run_into(data_set, source, nosave=True)  # is let through, since nothing is in its way
-    refused(data_set, source, f"{kept} is not from a run", save_txt=True)
+    refused(data_set, source, f"{kept} is not in the record", save_txt=True)
 
 
 def test_a_label_that_was_corrected_by_hand_stays(tmp_path: Path) -> None:
@@ -95,7 +96,7 @@ def test_no_foreign_file_is_replaced(tmp_path: Path, name: str, is_link: bool) -
         place.symlink_to(tmp_path / "precious")
     else:
         place.write_text("mine")
-    refused(tmp_path / "out", tmp_path / "in", "is not from a run|was changed since", **EVERYTHING)
+    refused(tmp_path / "out", tmp_path / "in", "is not in the record|was changed since", **EVERYTHING)
     assert place.read_text() == "mine"
 
 
@@ -128,7 +129,7 @@ def test_feature_maps_replace_those_of_the_same_input_only(tmp_path: Path) -> No
     write("y_features.png")
     assert files_of(tmp_path / "out") == ["a/b.jpg", "a/y_features.png", "results.txt"]
     (tmp_path / "out/a/z_features.png").write_text("mine")
-    with pytest.raises(OSError, match=r"a/z_features\.png could not be written: a file that no run"):
+    with pytest.raises(OSError, match=r"a/z_features\.png could not be written: a file of this name is not in the rec"):
         write("z_features.png")
     assert (tmp_path / "out/a/z_features.png").read_text() == "mine"
 
@@ -142,6 +143,28 @@ def test_a_file_with_the_name_of_the_lock_or_the_record_stays(tmp_path: Path) ->
             run_into(tmp_path / "out", tmp_path / "a.jpg")
         assert (tmp_path / "out" / name).read_text() == "mine"
         (tmp_path / "out" / name).unlink()
+
+
+def test_a_record_is_known_by_its_format(tmp_path: Path) -> None:
+    """Not by its wording; what another version wrote is left alone."""
+    write_picture(tmp_path / "a.jpg")
+    run_into(tmp_path / "out", tmp_path / "a.jpg", save_txt=True)
+    record = tmp_path / "out" / RECORD_NAME
+    header, *rest = record.read_text().splitlines(keepends=True)
+    assert json.loads(header)["format"] == 1
+    record.write_text('{"format": 1, "yolov9 detection": "other words"}\n' + "".join(rest))
+    run_into(tmp_path / "out", tmp_path / "a.jpg", save_txt=True)
+    for odd in ('"format": 2, ', ""):
+        record.write_text("{" + odd + '"yolov9 detection": "words"}\n' + "".join(rest))
+        refused(tmp_path / "out", tmp_path / "a.jpg", "from another version .its format is (2|None), here 1 is read")
+
+
+def test_results_of_a_version_without_record_are_named_as_such(tmp_path: Path) -> None:
+    write_picture(tmp_path / "a.jpg")
+    run_into(tmp_path / "out", tmp_path / "a.jpg", save_txt=True)
+    (tmp_path / "out" / RECORD_NAME).unlink()
+    refused(tmp_path / "out", tmp_path / "a.jpg", r"a\.jpg is not in the record .*perhaps of an older version")
+    refused(tmp_path / "out", tmp_path / "a.jpg", "labels is not in the record .*older version", save_txt=True)
 
 
 # --- sources ---
@@ -176,7 +199,7 @@ def behind_a_link(folder: Path) -> Path:
 @pytest.mark.parametrize("make", [videos_of_one_name, pictures_of_a_list, a_list_in_the_way, behind_a_link])
 def test_no_source_is_replaced(tmp_path: Path, make: Callable[[Path], Path]) -> None:
     source = make(tmp_path / "set")
-    refused(tmp_path / "set", source, "source|is not from a run", **EVERYTHING)
+    refused(tmp_path / "set", source, "source|is not in the record", **EVERYTHING)
 
 
 def test_results_that_are_sources_are_not_deleted(tmp_path: Path) -> None:
@@ -185,6 +208,28 @@ def test_results_that_are_sources_are_not_deleted(tmp_path: Path) -> None:
     run_into(tmp_path / "out", tmp_path / "in/a.jpg", save_crop=True)
     (tmp_path / "list.txt").write_text("in/a.jpg\nout/crops/red/a.jpg\n")
     refused(tmp_path / "out", tmp_path / "list.txt", "another source, .*crops/red/a.jpg", save_crop=True)
+
+
+def test_in_a_fresh_folder_no_place_is_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of inputs would wait seconds for their first detection."""
+
+    def refuse(*about: object, **_: object) -> str:
+        raise AssertionError(f"looked up: {about}")
+
+    inputs = [Input(name, name, Path(name), False) for name in ("a.jpg", "b.jpg")]
+    sources = [tmp_path / one.title for one in inputs]
+    options = SaveOptions(save_txt=True, save_crop=True)
+    (tmp_path / "out").mkdir()
+    with monkeypatch.context() as patch, claimed(tmp_path / "out"):
+        patch.setattr(os.path, "realpath", refuse)
+        patch.setattr(run_folder, "_planned_places", refuse)
+        run = plan_run(tmp_path / "out", inputs, options, sources)
+    assert [names.media.name for names in run.outputs] == ["a.jpg", "b.jpg"]
+    (tmp_path / "out/notes.txt").write_text("mine")  # is in no one's way
+    asked: list[str] = []
+    monkeypatch.setattr(os.path, "realpath", lambda path, **_: asked.append(str(path)) or str(path))
+    plan_run(tmp_path / "out", inputs, options, sources)
+    assert asked == []
 
 
 def test_media_stay_out_of_the_folders_of_other_kinds(tmp_path: Path) -> None:
@@ -243,6 +288,49 @@ def test_one_input_seen_from_two_folders(tmp_path: Path, monkeypatch: pytest.Mon
     assert [row[0] for row in table_of(out)] == ["in/a.jpg", str(tmp_path / "y/in/a.jpg")]
 
 
+def test_tables_that_a_run_in_between_left_out_hold_an_input_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Named in another way by each run, and beside another input that has one of these names now."""
+    out = tmp_path / "out"
+    for folder in ("x", "y"):
+        write_picture(tmp_path / folder / "in/a.jpg")
+    monkeypatch.chdir(tmp_path / "x")
+    run_into(out, Path("in"), save_csv=True, save_json=True)
+    run_into(out, tmp_path / "x/in")
+    monkeypatch.chdir(tmp_path / "y")
+    run_into(out, Path("in"), save_csv=True, save_json=True)  # the rows of the other one stay where it has this name
+    assert csv_files(out) == ["in/a.jpg", str(tmp_path / "y/in/a.jpg")]
+    for _ in range(2):
+        run_into(out, tmp_path / "x/in", save_csv=True, save_json=True)
+        wanted = [str(tmp_path / folder / "in/a.jpg") for folder in "yx"]
+        assert csv_files(out) == wanted == [row[0] for row in table_of(out)]
+        assert [one["file"] for one in json.loads((out / "detections.json").read_text())] == wanted
+
+
+def test_an_earlier_title_of_an_input_goes_to_no_other(tmp_path: Path) -> None:
+    """Also where both are in the same run; the next run of the first would take away the rows of the second."""
+    titles = []
+    for inputs in ([("/x/a.jpg", "a.jpg")], [("/x/a.jpg", "/x/a.jpg"), ("/y/a.jpg", "a.jpg")]):
+        run = plan_run(tmp_path, [Input(*one, Path("a.jpg"), False) for one in inputs], SaveOptions())
+        RunWriter(run, {}).close()
+        titles.append([one.title for one in run.inputs])
+    assert titles == [["a.jpg"], ["/x/a.jpg", "/y/a.jpg"]]
+
+
+def test_a_stream_that_is_given_twice_keeps_its_name_in_tables(tmp_path: Path) -> None:
+    inputs = [Input(key, "rtsp://c", Path("c.mp4"), True) for key in ("rtsp://c", "rtsp://c (2)")]
+    for _ in range(2):
+        run = plan_run(tmp_path, inputs, SaveOptions())
+        assert [one.title for one in run.inputs] == ["rtsp://c"] * 2
+        RunWriter(run, {}).close()
+
+
+def csv_files(folder: Path) -> list[str]:
+    with open(folder / "detections.csv", encoding="utf-8", newline="") as handle:
+        return [row[0] for row in csv.reader(handle)][1:]
+
+
 def test_a_picture_that_needs_another_format_leaves_no_old_one(tmp_path: Path) -> None:
     for width, names in ((16500, ["a.webp.png"]), (96, ["a.webp"]), (16500, ["a.webp.png"])):
         image = np.full((64, width, 3), 20, np.uint8)
@@ -260,6 +348,48 @@ def test_a_record_cut_by_a_kill_knows_the_rest(tmp_path: Path) -> None:
     before = contents(tmp_path / "out")
     run_into(tmp_path / "out", tmp_path / "a.jpg", **EVERYTHING)
     assert contents(tmp_path / "out") == before
+
+
+def test_a_video_is_noted_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill between the two leaves no video that the next run takes for one of the user."""
+    write_video(tmp_path / "v.mp4", 3)
+    looks: list[set[str]] = []
+    replace_real = os.replace
+
+    def looking(source: object, target: object) -> None:
+        if Path(str(target)) == tmp_path / "out/v.mp4":
+            lines = map(json.loads, (tmp_path / "out" / RECORD_NAME).read_text().splitlines())
+            sizes = {line["size"] for line in lines if line.get("file") == "v.mp4"}
+            looks.append(sizes & {Path(str(source)).stat().st_size})
+        replace_real(source, target)
+
+    monkeypatch.setattr(os, "replace", looking)
+    run_into(tmp_path / "out", tmp_path / "v.mp4")
+    assert looks == [{(tmp_path / "out/v.mp4").stat().st_size}]
+    run_into(tmp_path / "out", tmp_path / "v.mp4")
+    assert files_of(tmp_path / "out") == ["results.txt", "v.mp4"]
+
+
+def test_two_threads_write_into_one_folder(tmp_path: Path) -> None:
+    """Feature maps and pictures under way never share a passing name."""
+    failures: list[OSError] = []
+    contents_of = {f"{letter}.bin": letter.encode() * 200_000 for letter in "ab"}
+
+    def work(name: str) -> None:
+        try:
+            for _ in range(100):
+                replace_file(tmp_path / name, contents_of[name])
+                if (tmp_path / name).read_bytes() != contents_of[name]:
+                    raise OSError(f"{name} holds something else")
+        except OSError as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in contents_of]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures and contents(tmp_path) == contents_of
 
 
 # --- no single picture ends a run ---

@@ -260,7 +260,7 @@ def test_one_video_that_fails_does_not_keep_the_others_open(tmp_path: Path) -> N
             writer.write(item, 1, picture(), picture(), ROWS, 25)
         video, complete = writer._videos[1], writer._videos[1].release
 
-        def fail() -> None:
+        def fail(on_complete: object) -> None:
             complete()
             raise OSError("disk full")
 

@@ -77,8 +77,8 @@ def test_no_label_file_is_ever_replaced(tmp_path):
 
 def test_a_full_disk_costs_label_files_and_not_the_figures(tmp_path, monkeypatch):
     room = resource.getrlimit(resource.RLIMIT_FSIZE)
-    written = {}
-    writer = LabelWriter(tmp_path / "labels", ["a.jpg", "b.jpg", "c.jpg"], on_written=written.__setitem__)
+    announced = {}
+    writer = LabelWriter(tmp_path / "labels", ["a.jpg", "b.jpg", "c.jpg"], on_writing=announced.__setitem__)
     writer.write("a.jpg", ROW, (10, 10))
     resource.setrlimit(resource.RLIMIT_FSIZE, (20, room[1]))  # bytes of a file; larger ones meet what a full disk is
     try:
@@ -87,8 +87,18 @@ def test_a_full_disk_costs_label_files_and_not_the_figures(tmp_path, monkeypatch
         resource.setrlimit(resource.RLIMIT_FSIZE, room)
     writer.write("c.jpg", ROW, (10, 10))
     assert [path.name for path in (tmp_path / "labels").iterdir()] == ["a.txt"], "no half file, and none after it"
-    assert writer.written == len(written) == 1
+    assert writer.written == 1 and [path.name for path in announced] == ["a.txt", "b.txt"]
     assert "b.txt could not be written" in writer.failure and "Make room" in writer.failure
+
+
+def test_a_label_file_that_cannot_be_announced_is_not_written(tmp_path):
+    def refuse(path, data):
+        assert not path.exists() and data
+        raise OSError("the record is full")
+
+    writer = LabelWriter(tmp_path / "labels", ["a.jpg"], on_writing=refuse)
+    writer.write("a.jpg", ROW, (10, 10))
+    assert writer.failure == "the record is full" and not writer.written and not list(writer.folder.iterdir())
 
 
 def test_a_folder_that_looks_like_a_data_set_is_left_alone(tmp_path):

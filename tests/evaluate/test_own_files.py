@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from utils.evaluate.own_files import FILE_NAME, TRAINING, take_folder
+from utils.evaluate.own_files import FILE_NAME, TRAINING, OwnFiles, some, take_folder
 
 NAMES = ("evaluation.json", "PR_curve.png")
 
@@ -23,12 +23,16 @@ def validated(folder: Path, labels: dict[str, str], names: tuple[str, ...] = NAM
     for name in names:
         (folder / name).write_text("of the first run")
     for name, text in labels.items():
-        path = folder / "labels" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-        own.add(path, text.encode())
+        write_label(own, name, text)
     own.save()
     return folder
+
+
+def write_label(own: OwnFiles, name: str, text: str) -> None:
+    path = own.folder / "labels" / name
+    own.add(path, text.encode())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
 
 
 @pytest.mark.parametrize("with_labels", [False, True])
@@ -54,7 +58,7 @@ def test_foreign_files_in_the_way_are_neither_deleted_nor_replaced(tmp_path, nam
     before = contents(folder)
     with pytest.raises(ValueError, match="no earlier validation recorded") as told:
         take_folder(folder, NAMES, with_labels=True)
-    assert str(name) in str(told.value) and "--name" in str(told.value)
+    assert all(text in str(told.value) for text in (name, "--name", "older version"))
     assert contents(folder) == before
 
 
@@ -76,6 +80,48 @@ def test_a_run_that_was_killed_is_replaced(tmp_path):
     (tmp_path / NAMES[1]).write_text("the last that it wrote")
     take_folder(tmp_path, NAMES, with_labels=False)
     assert set(contents(tmp_path)) == {FILE_NAME}
+
+
+@pytest.mark.parametrize("rest", ["", '{"files":{"labels/c.txt', "\0\n"])
+def test_label_files_of_a_run_that_was_killed_are_its_own(tmp_path, rest):
+    """Its end is never reached; the last line of its record may be half written, the last label file missing."""
+    own = take_folder(tmp_path, NAMES, with_labels=True)
+    for name in ("a.txt", "day/b.txt", "nüi.txt", "odd\udce9.txt"):
+        write_label(own, name, f"0 {name.encode('utf-8', 'replace')}\n")
+    own.add(tmp_path / "labels" / "never.txt", b"0\n")
+    with open(tmp_path / FILE_NAME, "a") as handle:
+        handle.write(rest)
+    take_folder(tmp_path, NAMES, with_labels=True)
+    assert set(contents(tmp_path)) == {FILE_NAME}
+
+
+def test_labels_of_a_killed_run_that_were_changed_since_stay(tmp_path):
+    own = take_folder(tmp_path, NAMES, with_labels=True)
+    write_label(own, "a.txt", "0\n")
+    write_label(own, "b.txt", "1\n")
+    (tmp_path / "labels" / "b.txt").write_text("2\n")
+    with pytest.raises(ValueError, match=r"labels/b\.txt.*changed"):
+        take_folder(tmp_path, NAMES, with_labels=True)
+    take_folder(tmp_path, NAMES, with_labels=False)
+    assert contents(tmp_path).keys() == {"labels/b.txt", FILE_NAME}
+
+
+def test_the_end_of_a_run_makes_its_record_one_line(tmp_path):
+    folder = validated(tmp_path / "exp", {"a.txt": "0\n", "b.txt": "1\n"})
+    (line,) = (folder / FILE_NAME).read_text().splitlines()
+    assert json.loads(line)["files"].keys() == {*NAMES, "labels/a.txt", "labels/b.txt"}
+
+
+def test_a_record_that_cannot_grow_says_so(tmp_path):
+    own = take_folder(tmp_path, NAMES, with_labels=True)
+    (tmp_path / FILE_NAME).unlink()
+    (tmp_path / FILE_NAME).mkdir()
+    with pytest.raises(OSError, match=FILE_NAME):
+        own.add(tmp_path / "labels" / "a.txt", b"0\n")
+
+
+def test_long_lists_are_cut():
+    assert some("abcde") == "a, b, c, d, e" and some(range(7)) == "0, 1, 2, 3, 4 and 2 more"
 
 
 @pytest.mark.parametrize("record", ["", "\0", "[]", '{"files": 3}', '{"files": ["notes.txt"]}', '{"other": 1}'])

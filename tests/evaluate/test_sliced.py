@@ -36,7 +36,7 @@ NAMES = {SPOT: "spot", BLOCK: "block"}
 class Finder(nn.Module):
     """A backend that finds each connected red or green area of at least ``SMALLEST`` pixels, exactly."""
 
-    names, stride, pt, static_shape, batch_size = NAMES, 32, True, None, None
+    names, stride, pt, static_shape, batch_size, built_in_nms = NAMES, 32, True, None, None, None
 
     def __init__(self) -> None:
         super().__init__()

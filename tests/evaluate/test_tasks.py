@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,17 +10,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from models.runners import BuiltInNms
 from utils.evaluate import plots, tasks
 from utils.evaluate.sliced import Slicing
 from utils.options import ValOptions
 from utils.slicing import picture_windows
 
-INSIDE = {"conf_thres": 0.25, "iou_thres": 0.45, "max_det": 100}
+INSIDE = BuiltInNms(conf_thres=0.25, iou_thres=0.45, max_det=100)
 
 
-@pytest.mark.parametrize("kind", [dict, lambda **values: SimpleNamespace(**values)])
-def test_limits_inside_a_file_are_told_and_recorded(log, kind):
-    model = SimpleNamespace(built_in_nms=kind(**INSIDE))
+def test_limits_inside_a_file_are_told_and_recorded(log):
+    model = SimpleNamespace(built_in_nms=INSIDE)
     real = tasks._limits_inside(ValOptions(), model, "best.onnx")
     assert real == {"confidence": 0.25, "NMS IoU": 0.45, "boxes per image": 100, "NMS inside the file": True}
     (record,) = log.records
@@ -28,12 +29,11 @@ def test_limits_inside_a_file_are_told_and_recorded(log, kind):
 
 
 def test_limits_inside_a_file_that_are_wider_change_nothing(log):
-    model = SimpleNamespace(built_in_nms={**INSIDE, "max_det": 1000})
+    model = SimpleNamespace(built_in_nms=dataclasses.replace(INSIDE, max_det=1000))
     real = tasks._limits_inside(ValOptions(conf_thres=0.3, iou_thres=0.4, max_det=50), model, "best.onnx")
     assert (real["confidence"], real["NMS IoU"], real["boxes per image"]) == (0.3, 0.4, 50)
     assert not log.records
-    for plain in (SimpleNamespace(), SimpleNamespace(built_in_nms=None)):
-        assert tasks._limits_inside(ValOptions(), plain, "best.pt") == {}
+    assert tasks._limits_inside(ValOptions(), SimpleNamespace(built_in_nms=None), "best.pt") == {}
 
 
 WEIGHTS = [

@@ -126,3 +126,38 @@ def test_profiling_leaves_nothing_behind(
         profile_training(options)
     assert leaves_nothing(new_processes, new_threads)
     assert not any(isinstance(handler, WarningRecorder) for handler in LOGGER.handlers)
+
+
+@pytest.mark.parametrize("part", ["board", "writer", "train_loader", "monitor"])
+def test_a_part_that_does_not_close_keeps_none_of_the_others_open(
+    part: str,
+    make_options: MakeOptions,
+    monkeypatch: pytest.MonkeyPatch,
+    new_threads: Callable[[], list[str]],
+    new_processes: Callable[[], list[int | None]],
+) -> None:
+    trainer = Trainer(make_options(workers=1, epochs=1))
+    trainer.begin_epoch(0)
+    next(iter(trainer.train_loader))
+    owner = getattr(trainer, part)
+    close = owner.close
+
+    def fail() -> None:
+        close()
+        raise OSError("disk")
+
+    monkeypatch.setattr(owner, "close", fail)
+    with pytest.raises(OSError, match="disk"):
+        trainer.close()
+    assert leaves_nothing(new_processes, new_threads)
+
+
+def test_the_final_validation_names_what_it_could_not_write(
+    make_options: MakeOptions, monkeypatch: pytest.MonkeyPatch, messages: list[str]
+) -> None:
+    def fail(*arguments: object, **keywords: object) -> None:
+        raise OSError("confusion_matrix.csv could not be written: disk full")
+
+    monkeypatch.setattr("utils.evaluate.confusion.ConfusionMatrix.save_counts", fail)
+    assert Trainer(make_options(epochs=1, noplots=False)).fit().map50 >= 0
+    assert any("confusion_matrix.csv could not be written" in line for line in messages)

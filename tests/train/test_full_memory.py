@@ -72,7 +72,7 @@ def test_the_largest_batch_is_estimated_from_the_figures(
     text = memory_advice(CUDA, batch, 640, int(held * 1e9))
     per_image = (peak - held) / batch
     assert text.endswith(
-        f". Estimated from {held:.1f} GB before the first step and at least {per_image:.2f} GB for each image, "
+        f". Estimated from {held:.1f} GB before the first step and about {per_image:.2f} GB for each image, "
         f"--batch {largest} is the largest that might fit"
     )
     assert f"Try --batch {min(batch // 2, largest)} (" in text and "--grad-checkpoint" in text
@@ -112,7 +112,7 @@ def test_a_run_hands_over_what_its_memory_held_before_the_first_step(
 ) -> None:
     card(free=1, reserved=21, peak=18)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2_000_000_000)
-    text = r"2\.0 GB before the first step and at least 1\.00 GB for each image"
+    text = r"2\.0 GB before the first step and about 1\.00 GB for each image"
     with pytest.raises(MemoryError, match=text), memory_advised(CUDA, 16, 640):
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
     for error in (RuntimeError("something else"), ValueError("another")):

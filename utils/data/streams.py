@@ -245,7 +245,10 @@ class LoadStreams:
             capture.release()
         is_repeated, stream.latest = this.is_moving and this == stream.latest, this
         if is_repeated:
-            LOGGER.info(f"stream {stream.shown}: the same {this.frames} pictures came twice, so it is a recording")
+            LOGGER.warning(
+                f"stream {stream.shown}: a recording of unknown length, told by its {this.frames} pictures having come "
+                "twice, so rows, labels and video hold it twice"
+            )
         return frames, is_recording and frames > 0 or is_repeated
 
     def _is_recording(self, stream: _Stream, capture: Capture) -> bool:

@@ -6,6 +6,7 @@ deleted. The record grows by a line for each file, ahead of the file, so a kill 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import stat
@@ -20,9 +21,15 @@ from utils.deploy.tables import naming, shown_file
 from utils.files import append_line, atomic_write
 
 RECORD_NAME = ".written.jsonl"
-RECORD_HEADER = {"yolov9 detection": "files written here, with size and CRC-32; what is not listed is never replaced"}
+RECORD_FORMAT, RECORD_TITLE = 1, "yolov9 detection"
+RECORD_HEADER = {
+    "format": RECORD_FORMAT,
+    RECORD_TITLE: "files written here, with size and CRC-32; what is not listed is never replaced",
+}
 MAPS, MEDIA = "maps", "media"  # kinds of files besides LABELS and CROPS
 REMEDY = "choose another --project or --name"
+NOT_RECORDED = "not in the record of this folder"
+_numbers = itertools.count()  # of files under way
 
 Look = tuple[int, int | None]  # size in bytes and CRC-32, which videos have none of
 
@@ -46,10 +53,13 @@ class Input:
 
 @dataclass
 class _Entry:
-    """What the record knows of an input: how it is named in the tables, and each file with all looks it may have."""
+    """What the record knows of an input: each file with all looks it may have, and how tables name it.
+
+    ``titles`` are those of all runs, the latest at the end: each run renews only the tables that it writes.
+    """
 
     key: str
-    title: str
+    titles: list[str]
     names: OutputNames
     files: dict[str, tuple[str, set[Look]]] = field(default_factory=dict)  # place → kind and looks
 
@@ -58,7 +68,7 @@ class Record:
     """The record of a folder as earlier runs left it, to which this run adds.
 
     Raises:
-        ValueError: a file of this name that is no record.
+        ValueError: a file of this name that is no record, or one of another format.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -74,14 +84,18 @@ class Record:
     def _read(self) -> None:
         entries: list[_Entry] = []
         lines = _json_lines(self.path)
-        if next(lines, None) != RECORD_HEADER:
+        header = next(lines, {})
+        if RECORD_TITLE not in header:
             raise ValueError(f"--exist-ok: {self.path} is not the record of a detection; {REMEDY}")
+        if header.get("format") != RECORD_FORMAT:
+            told = f"is from another version (its format is {header.get('format')}, here {RECORD_FORMAT} is read)"
+            raise ValueError(f"--exist-ok: {self.path} {told}; {REMEDY}")
         for content in lines:
             try:
                 if "input" in content:
                     media, stem, fallback = map(Path, content["names"])
                     names = OutputNames(media, stem, bool(content["is_video"]), fallback)
-                    entries.append(_Entry(content["input"], content["title"], names))
+                    entries.append(_Entry(content["input"], list(content["titles"]), names))
                     self._entries[content["input"]] = entries[-1]
                 elif "table" in content:
                     self.tables.add(content["table"])
@@ -104,14 +118,21 @@ class Record:
         return [entry.names for entry in self._entries.values() if entry.key not in keys]
 
     def titles(self, inputs: Sequence[Input]) -> list[str]:
-        """Return the titles of inputs for the tables: the key where another input of an earlier run has the title."""
-        keys = {one.key for one in inputs}
-        taken = {shown_file(entry.title) for entry in self._entries.values() if entry.key not in keys}
-        return [one.key if shown_file(one.title) in taken else one.title for one in inputs]
+        """Return the titles of inputs for the tables: the key where another input ever had the title.
+
+        Inputs of one title in this run (a stream that is given twice) share it.
+        """
+        owners: dict[str, set[str]] = {}
+        for entry in self._entries.values():
+            for title in entry.titles:
+                owners.setdefault(shown_file(title), set()).add(entry.key)
+        for one in inputs:
+            owners.get(shown_file(one.title), set()).discard(one.key)
+        return [one.key if owners.get(shown_file(one.title)) else one.title for one in inputs]
 
     def replaced_titles(self, inputs: Sequence[Input]) -> set[str]:
-        """Return how earlier runs named ``inputs`` in the tables."""
-        return {self._entries[one.key].title for one in inputs if one.key in self._entries}
+        """Return all names that earlier runs gave ``inputs`` in the tables."""
+        return {title for one in inputs if one.key in self._entries for title in self._entries[one.key].titles}
 
     def earlier_files(self, inputs: Sequence[Input], kinds: Collection[str]) -> Iterator[str]:
         """Yield the places of files of ``kinds`` that earlier runs made of ``inputs`` and that are still there."""
@@ -136,8 +157,9 @@ class Record:
         """Write the record anew, without files that are gone, with the inputs and tables of this run."""
         self.tables |= set(tables)
         for one, names in zip(inputs, outputs, strict=True):
-            files = self._entries[one.key].files if one.key in self._entries else {}
-            self._entries[one.key] = _Entry(one.key, one.title, names, files)
+            known = self._entries.get(one.key)
+            titles = [title for title in known.titles if title != one.title] if known else []
+            self._entries[one.key] = _Entry(one.key, [*titles, one.title], names, known.files if known else {})
         self._items = [self._entries[one.key] for one in inputs]
         self._numbers = {key: number for number, key in enumerate(self._entries)}
         with atomic_write(self.path) as temporary, open(temporary, "w", encoding="utf-8") as handle:
@@ -148,7 +170,7 @@ class Record:
         yield from ({"table": name} for name in sorted(self.tables))
         for number, entry in enumerate(self._entries.values()):
             names = [path.as_posix() for path in (entry.names.media, entry.names.stem, entry.names.fallback)]
-            yield {"input": entry.key, "title": entry.title, "names": names, "is_video": entry.names.is_video}
+            yield {"input": entry.key, "titles": entry.titles, "names": names, "is_video": entry.names.is_video}
             for place, (kind, looks) in list(entry.files.items()):
                 if not os.path.lexists(self.folder / place):
                     del entry.files[place]
@@ -163,15 +185,14 @@ class Record:
         """
         path = self.folder / place
         if os.path.lexists(path) and not self.is_of(self._items[item].key, place.as_posix()):
-            reason = (
-                "a folder has this name" if path.is_dir() else "a file that no run of detection wrote has this name"
-            )
+            foreign = f"a file of this name is {NOT_RECORDED} as it looks now"
+            reason = "a folder has this name" if path.is_dir() else foreign
             raise OSError(f"{path} could not be written: {reason}; {REMEDY}")
         return path
 
-    def note(self, item: int, kind: str, place: Path, data: bytes | None) -> None:
-        """Add a file: what will be written, or None for one that is there already (a video)."""
-        look = (len(data), zlib.crc32(data)) if data is not None else ((self.folder / place).stat().st_size, None)
+    def note(self, item: int, kind: str, place: Path, data: bytes | Path) -> None:
+        """Add a file: what will be written, or the complete file that will get this name (a video)."""
+        look = (data.stat().st_size, None) if isinstance(data, Path) else (len(data), zlib.crc32(data))
         number = self._numbers[self._items[item].key]
         with self._lock:
             append_line(self.path, json.dumps(_line(number, kind, place.as_posix(), look)))
@@ -225,9 +246,10 @@ def replace_file(path: Path, data: bytes) -> None:
     """Write a file under a passing name and rename it.
 
     Not synchronised with the disk, unlike the writing of checkpoints: there may be thousands of files, and they can be
-    made again. The passing name is short because the final one may be as long as the system allows.
+    made again. The passing name is short because the final one may be as long as the system allows, and that of no
+    other file because several threads write into a folder.
     """
-    partial = path.with_name(f".partial-{os.getpid()}")
+    partial = path.with_name(f".partial-{os.getpid()}-{next(_numbers)}")
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:

@@ -1,6 +1,6 @@
 """The folder of a detection: made, claimed for one process, and looked through before anything in it is touched.
 
-What stands there and is not from a run of detection (its record knows) stays as it is; where it is in the way the run
+What stands there and is not in the record of what detection wrote stays as it is; where it is in the way the run
 is refused.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from utils.deploy.naming import CROPS, LABELS, OutputNames, frame_base, plan_outputs
-from utils.deploy.record import MAPS, MEDIA, REMEDY, Input, Record
+from utils.deploy.record import MAPS, MEDIA, NOT_RECORDED, REMEDY, Input, Record
 from utils.deploy.tables import CSV_NAME, JSON_NAME, RESULTS_NAME, is_table, naming
 from utils.files import increment_path, lock_folder
 
@@ -86,7 +86,7 @@ def claimed(folder: Path) -> Iterator[None]:
     with suppress(FileNotFoundError):
         status = os.lstat(path)
         if not stat.S_ISREG(status.st_mode) or status.st_size:
-            raise ValueError(f"--exist-ok: {path} is not from a run of detection; {REMEDY}")
+            raise ValueError(f"--exist-ok: {path} is not the empty file that locks a folder; {REMEDY}")
     while True:
         with naming(path):
             lock = lock_folder(folder)
@@ -123,31 +123,42 @@ def plan_run(folder: Path, inputs: Sequence[Input], options: SaveOptions, source
         record.others(inputs),
         with_maps=options.visualize,
     )
+    if _is_fresh(folder):  # nothing can be in the way, and looking for each of many files takes seconds
+        return Run(folder, inputs, outputs, options, record)
     earlier = {place: one for one in inputs for place in record.earlier_files([one], options.kinds)}
     planned = {place: one for one, place in _planned_places(folder, inputs, outputs, options)}
-    _refuse_sources(folder, {**earlier, **planned, **dict.fromkeys(options.tables)}, sources)
+    planned = {place: one for place, one in planned.items() if os.path.lexists(folder / place)}
+    tables = [name for name in sorted(options.tables) if os.path.lexists(folder / name)]
+    _refuse_sources(folder, {**earlier, **planned, **dict.fromkeys(tables)}, sources)
     _refuse_data_set(record, options)
-    for place, one in earlier.items():
-        if not record.is_of(one.key, place):
-            raise ValueError(f"--exist-ok: {folder / place} was changed since an earlier run wrote it; {REMEDY}")
-    foreign = [place for place in planned if place not in earlier and os.path.lexists(folder / place)]
-    for name in options.tables:
-        is_own = name in record.tables and is_table(folder / name)
-        foreign += [name] if os.path.lexists(folder / name) and not is_own else []
+    changed = [place for place, one in earlier.items() if not record.is_of(one.key, place)]
+    changed += [name for name in tables if name in record.tables and not is_table(folder / name)]
+    if changed:
+        raise ValueError(f"--exist-ok: {folder / changed[0]} was changed since an earlier run wrote it; {REMEDY}")
+    foreign = [place for place in planned if place not in earlier]
+    foreign += [name for name in tables if name not in record.tables]
     if foreign:
-        raise ValueError(f"--exist-ok: {folder / foreign[0]} is not from a run of detection; {REMEDY}")
+        reason = f"is {NOT_RECORDED} (perhaps of an older version)"
+        raise ValueError(f"--exist-ok: {folder / foreign[0]} {reason}; {REMEDY}")
     titles = record.titles(inputs)
     inputs = [replace(one, title=title) for one, title in zip(inputs, titles, strict=True)]
     return Run(folder, inputs, outputs, options, record)
 
 
+def _is_fresh(folder: Path) -> bool:
+    try:
+        return set(os.listdir(folder)) <= {LOCK_NAME}
+    except OSError:  # no right to look
+        return False
+
+
 def _refuse_sources(folder: Path, places: dict[str, Input | None], sources: Iterable[Path]) -> None:
-    """Refuse to replace a file that is read in this run.
+    """Refuse to replace a file that is read in this run; ``places`` are those where something is.
 
     Raises:
         ValueError: one would be.
     """
-    real_sources = {os.path.realpath(path): path for path in sources}
+    real_sources = {os.path.realpath(path): path for path in sources} if places else {}
     for place, one in places.items():
         source = real_sources.get(os.path.realpath(folder / place))
         if source is not None:
@@ -160,7 +171,7 @@ def _refuse_data_set(record: Record, options: SaveOptions) -> None:
     """Refuse a folder that looks like that of a data set.
 
     Raises:
-        ValueError: it holds images or labels that no run of detection wrote.
+        ValueError: it holds images or labels that its record does not name.
     """
     foreign = []
     for name in (IMAGES, LABELS):
@@ -169,7 +180,8 @@ def _refuse_data_set(record: Record, options: SaveOptions) -> None:
             foreign.append(folder)
     if len(foreign) == 2 or (foreign and options.save_txt):
         named, verb = " and ".join(map(str, foreign)), "is" if len(foreign) == 1 else "are"
-        raise ValueError(f"--exist-ok: {named} {verb} not from a run of detection, but perhaps a data set; {REMEDY}")
+        reason = f"{named} {verb} {NOT_RECORDED}: perhaps a data set, or of an older version"
+        raise ValueError(f"--exist-ok: {reason}; {REMEDY}")
 
 
 def _planned_places(

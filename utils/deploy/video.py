@@ -14,7 +14,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -40,6 +40,7 @@ FFMPEG_ENCODERS = {
 }
 PROBE_S = 20  # for an encoder to write two tiny frames
 _numbers = itertools.count()  # of files under way
+OnComplete = Callable[[Path], object]
 
 
 class VideoWriter(Protocol):
@@ -48,8 +49,8 @@ class VideoWriter(Protocol):
     def write(self, image: np.ndarray) -> None:
         """Add a frame (H, W, 3) BGR; one of another size is scaled, since a video has one size."""
 
-    def release(self) -> None:
-        """Complete the file and give it its name."""
+    def release(self, on_complete: OnComplete | None = None) -> None:
+        """Complete the file, call ``on_complete`` with its passing name, and give it its own."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,15 @@ def _partial_path(path: Path) -> Path:
     return path.with_name(f".partial-{os.getpid()}-{next(_numbers)}{VIDEO_SUFFIX}")
 
 
+def _give_name(partial: Path, path: Path, on_complete: OnComplete | None) -> None:
+    try:
+        if on_complete is not None:
+            on_complete(partial)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 def _fitted(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     if (image.shape[1], image.shape[0]) == size:
         return image
@@ -190,14 +200,14 @@ class FfmpegWriter:
         except OSError as error:
             raise OSError(f"{self.path}: ffmpeg stopped: {self._last_words()}") from error
 
-    def release(self) -> None:
-        """Complete the file and give it its name."""
+    def release(self, on_complete: OnComplete | None = None) -> None:
+        """Complete the file, call ``on_complete`` with its passing name, and give it its own."""
         with contextlib.suppress(OSError):  # it has ended before; its status tells
             self._process.stdin.close()
         try:
             if self._process.wait():
                 raise OSError(f"{self.path}: the video was not written, ffmpeg says: {self._last_words()}")
-            os.replace(self._partial, self.path)
+            _give_name(self._partial, self.path, on_complete)
         finally:
             self._partial.unlink(missing_ok=True)
             self._log.close()
@@ -238,12 +248,12 @@ class OpenCvWriter:
             image = cv2.copyMakeBorder(image, 0, self._padding[1], 0, self._padding[0], cv2.BORDER_REPLICATE)
         self._writer.write(image)
 
-    def release(self) -> None:
-        """Complete the file and give it its name."""
+    def release(self, on_complete: OnComplete | None = None) -> None:
+        """Complete the file, call ``on_complete`` with its passing name, and give it its own."""
         self._writer.release()
         if not self._partial.is_file() or not has_index(self._partial):  # the writer itself does not tell
             self._partial.unlink(missing_ok=True)
             raise OSError(f"{self.path}: the video was not written; make room, or choose another disk with --project")
         if any(self._padding) and not set_frame_size(self._partial, *self.size):
             LOGGER.warning(f"{self.path}: written with a repeated last column or row, because its size is odd")
-        os.replace(self._partial, self.path)
+        _give_name(self._partial, self.path, on_complete)

@@ -199,8 +199,7 @@ class RunWriter:
 
     def _finish_video(self, item: int) -> None:
         place = self.outputs[item].media
-        self._videos.pop(item).release()
-        self.record.note(item, MEDIA, place, None)
+        self._videos.pop(item).release(lambda complete: self.record.note(item, MEDIA, place, complete))
         self.record.remove_earlier_media(item, place)
 
 

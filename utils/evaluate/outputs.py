@@ -75,7 +75,7 @@ class LabelWriter:
     and no more are written: what is measured goes on.
 
     Args:
-        on_written: called with each file and its content.
+        on_writing: called with each file and its content ahead of its writing, which an OSError of it prevents.
 
     Raises:
         ValueError: the folder is, or looks like, the label folder of a data set, or holds files.
@@ -87,11 +87,11 @@ class LabelWriter:
         paths: Iterable[str | Path],
         save_conf: bool = False,
         *,
-        on_written: Callable[[Path, bytes], object] | None = None,
+        on_writing: Callable[[Path, bytes], object] | None = None,
     ) -> None:
         self.folder = Path(folder)
         self.save_conf = save_conf
-        self.on_written = on_written
+        self.on_writing = on_writing
         self.written = 0
         self.failure = ""
         paths = [Path(path) for path in paths]
@@ -113,13 +113,17 @@ class LabelWriter:
         text = "".join(" ".join(f"{value:g}" for value in row) + "\n" for row in rows.tolist())
         target = self.folder / f"{self.names[path]}{SUFFIX}"
         try:
+            if self.on_writing is not None:
+                self.on_writing(target, text.encode())
+        except OSError as error:  # names the record, which is the file that could not be written
+            self.failure = str(error)
+            return
+        try:
             _write_new(target, text.encode())
         except OSError as error:
             self.failure = str(write_error(target, error))
             return
         self.written += 1
-        if self.on_written is not None:
-            self.on_written(target, text.encode())
 
 
 def _write_new(path: Path, data: bytes) -> None:

@@ -7,7 +7,6 @@ import itertools
 import re
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,7 @@ from utils.data.loader import EpochLoader, create_dataloader
 from utils.data.report import say_unread, write_data_report
 from utils.data.spec import SPLITS, DataSpec, load_data_spec
 from utils.evaluate.outputs import refuse_data_set
-from utils.evaluate.own_files import LABELS, OwnFiles, take_folder
+from utils.evaluate.own_files import LABELS, OwnFiles, some, take_folder
 from utils.evaluate.plots import plot_study
 from utils.evaluate.record import write_evaluation
 from utils.evaluate.report import write_report
@@ -35,7 +34,6 @@ from utils.runtime import check_img_size, limit_threads, select_device
 
 STUDY_SIZES = range(256, 1537, 128)
 ONE_CLASS = {0: "item"}  # what all classes are called with --single-cls, in training too
-SHOWN_NAMES = 5  # in a message
 NO_NAME = r"(class)?[ _]?\d+"  # how classes of files without names are called
 USUAL_CONFIDENCE = 0.001  # above it the tails of the precision-recall curves are cut off
 MANY_PASSES = 100  # of slices per picture, from which it is warned of the time
@@ -128,21 +126,19 @@ def _split(options: ValOptions) -> str:
 
 def _limits_inside(options: ValOptions, model: DetectMultiBackend, weights: str) -> dict[str, float | bool]:
     """Return the limits that hold where a file suppresses boxes itself, as settings; warn where they are stricter."""
-    inside = getattr(model, "built_in_nms", None)
+    inside = model.built_in_nms
     if inside is None:
         return {}
-    get = inside.get if isinstance(inside, Mapping) else partial(getattr, inside)
-    asked = {"conf_thres": options.conf_thres, "iou_thres": options.iou_thres, "max_det": options.max_det}
-    own = {name: value if get(name, None) is None else get(name, None) for name, value in asked.items()}
     real = {
-        "confidence": max(asked["conf_thres"], own["conf_thres"]),
-        "NMS IoU": min(asked["iou_thres"], own["iou_thres"]),
-        "boxes per image": min(asked["max_det"], own["max_det"]),
+        "confidence": max(options.conf_thres, inside.conf_thres),
+        "NMS IoU": min(options.iou_thres, inside.iou_thres),
+        "boxes per image": min(options.max_det, inside.max_det),
     }
-    if list(real.values()) != list(asked.values()) and options.task in SPLITS:
+    asked = [options.conf_thres, options.iou_thres, options.max_det]
+    if list(real.values()) != asked and options.task in SPLITS:
         LOGGER.warning(
-            f"{weights} suppresses boxes itself, with confidence {own['conf_thres']:g}, IoU {own['iou_thres']:g} and "
-            f"at most {own['max_det']} boxes, whatever --conf-thres, --iou-thres and --max-det say: that cuts the "
+            f"{weights} suppresses boxes itself, with confidence {inside.conf_thres:g}, IoU {inside.iou_thres:g} and "
+            f"at most {inside.max_det} boxes, whatever --conf-thres, --iou-thres and --max-det say: that cuts the "
             "curves off, not comparable with the usual 0.001. Export without NMS inside to measure the network"
         )
     return {**real, "NMS inside the file": True}
@@ -201,8 +197,8 @@ def _check_classes(names: Mapping[int, str], spec: DataSpec, weights: str) -> No
     """Refuse weights with another number of classes than the data; warn where the same number has another name."""
     if len(names) != spec.nc:
         raise ValueError(
-            f"{weights} knows {len(names)} classes ({_some(names.values())}), {spec.yaml_file} names {spec.nc} "
-            f"({_some(spec.names.values())}); use the data set it was trained on, or --single-cls"
+            f"{weights} knows {len(names)} classes ({some(names.values())}), {spec.yaml_file} names {spec.nc} "
+            f"({some(spec.names.values())}); use the data set it was trained on, or --single-cls"
         )
     pairs = {number: (str(name), str(spec.names.get(number, ""))) for number, name in names.items()}
     other = [
@@ -213,15 +209,10 @@ def _check_classes(names: Mapping[int, str], spec: DataSpec, weights: str) -> No
     if not other or all(re.fullmatch(NO_NAME, ours) for ours, _ in pairs.values()):
         return
     LOGGER.warning(
-        f"class names of {weights} and {spec.yaml_file} differ: {_some(other)}. Classes are compared by number, so the "
+        f"class names of {weights} and {spec.yaml_file} differ: {some(other)}. Classes are compared by number, so the "
         "figures are wrong unless only the wording differs; put the names into the order of the weights, and the "
         "numbers in the label files too"
     )
-
-
-def _some(texts: Iterable[str]) -> str:
-    texts = list(map(str, texts))
-    return ", ".join(texts[:SHOWN_NAMES]) + (" …" if len(texts) > SHOWN_NAMES else "")
 
 
 def _input_size(model: DetectMultiBackend, options: ValOptions) -> tuple[int, int]:

@@ -75,7 +75,7 @@ class Validator:
         coco_annotations: official json; with ``save_json`` its verdict replaces mAP50 and mAP50-95.
         is_coco: classes are COCO's 80, the json carries COCO's category numbers.
         json_name: name of the json file in ``save_dir``.
-        on_label_file: called with each label file that was written and its content.
+        on_label_file: called with each label file and its content, ahead of its writing.
         slicing: look at pictures in slices; the loader then gives whole ones, as ``WholeImageLoader`` does.
         replay: recorded passes for batches whose shape comes again, also in a later run of the same model; results may
             be overwritten by the next pass. The model needs a method ``priors``.
@@ -271,7 +271,7 @@ class _Outputs:
         self.writer = None
         if settings.save_txt:
             folder, note = settings.save_dir / LABELS, settings.on_label_file
-            self.writer = LabelWriter(folder, paths, settings.save_conf, on_written=note)
+            self.writer = LabelWriter(folder, paths, settings.save_conf, on_writing=note)
         self.identifiers = image_identifiers(self.names[path] for path in paths) if settings.save_json else {}
         self.unwritten: list[str] = []  # what could not be written
         self.recorder = CocoRecorder(settings.is_coco) if settings.save_json else None

@@ -94,14 +94,14 @@ def memory_advice(device: torch.device, batch_size: int, imgsz: int, held: int =
     peak = torch.cuda.max_memory_allocated(device)
     fitting, estimate = batch_size, ""
     if 0 < held < peak:
-        # The step that failed had not got all it needs: an image takes this much or more.
+        # About: gradients and the optimizer's state are counted in, and the step that failed had not got all it needs.
         per_image = (peak - held) / batch_size
         room = free + torch.cuda.memory_reserved(device)
         fitting = max(fitting_batch(room, held, per_image) // group, 1) * group
     if fitting < batch_size:
         estimate = (
-            f". Estimated from {held / 1e9:.1f} GB before the first step and at least {per_image / 1e9:.2f} GB for "
-            f"each image, --batch {fitting} is the largest that might fit"
+            f". Estimated from {held / 1e9:.1f} GB before the first step and about {per_image / 1e9:.2f} GB for each "
+            f"image, --batch {fitting} is the largest that might fit"
         )
     return (
         f"the GPU's memory is full: batch {batch_size} at {imgsz} px, {peak / 1e9:.1f} GB used by this run at most, "

@@ -330,9 +330,8 @@ class TensorBoardWriter:
         self._write("add_histogram", name, values, step)
 
     def close(self) -> None:
-        """Flush and close."""
-        if self.writer is not None:
-            self.writer.close()
+        """Flush and close; a full disk is told, it must not end a run."""
+        self._write("close")
 
     def _write(self, method: str, *arguments: Any, **keywords: Any) -> None:
         if self.writer is None:

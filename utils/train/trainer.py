@@ -6,6 +6,7 @@ import gc
 import math
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -244,12 +245,12 @@ class Trainer:
         return final or result
 
     def close(self, *, is_failed: bool = False) -> None:
-        """End the loaders' processes, the threads and writers; for those who train without :meth:`fit`, which does it.
+        """End the loaders' processes, threads and writers; for those who train without :meth:`fit`, which does it.
 
-        ``is_failed``: the error is still to be told, and to be recorded in the folder of the run, which stays claimed.
+        ``is_failed``: the error is still to be told, and recorded in the folder of the run, which stays claimed.
         """
-        self._end_training()
-        self.val_loader.close()
+        with closing(self.val_loader):
+            self._end_training()
         if is_failed:
             return
         self.warning_recorder.close()
@@ -257,12 +258,9 @@ class Trainer:
             self.lock.close()
 
     def _end_training(self) -> None:
-        """Close what the final validation does not need."""
-        self.skipped.warnings.summarise()
-        self.monitor.close()
-        self.train_loader.close()
-        self.writer.close()
-        self.board.close()
+        """Close what the final validation does not need; what one of them raises keeps none of the others open."""
+        with closing(self.board), closing(self.writer), closing(self.train_loader), closing(self.monitor):
+            self.skipped.warnings.summarise()
 
     def begin_epoch(self, epoch: int) -> None:
         """Set everything that depends on the epoch: mosaic, data order, training mode."""
@@ -402,9 +400,11 @@ class Trainer:
             strip_optimizer(self.best)
             LOGGER.info(f"\nValidating {self.best}")
             model = place(build_model(load_checkpoint(self.best)).eval().fuse(), self.device)
-            final = self._make_validator(save_dir=self.save_dir, plots=not self.options.noplots, verbose=True)
-            result = final.run(model)
-            write_evaluation(result, self.save_dir, use_pictures=not self.options.noplots)
+            has_plots = not self.options.noplots
+            result = self._make_validator(save_dir=self.save_dir, plots=has_plots, verbose=True).run(model)
+            for line in result.unwritten:
+                LOGGER.warning(line)
+            write_evaluation(result, self.save_dir, use_pictures=has_plots)
         if not self.options.noplots:
             from utils.evaluate.plots import plot_results
             from utils.evaluate.run_plots import plot_run
