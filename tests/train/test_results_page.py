@@ -48,4 +48,4 @@ def test_every_file_of_a_run_is_named(make_options: Callable[..., TrainOptions])
     files = files_below(Path(options.project) / "val")
     assert {"report.html", "data_report.json"} <= files
     written_on_demand = [re.compile(r"labels/.*\.txt"), re.compile(r".*_predictions\.json")]
-    assert not unnamed(files, [*training, *written_on_demand])
+    assert not unnamed(files, [*training, *named("Validation"), *written_on_demand])
