@@ -13,6 +13,7 @@ import weakref
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from io import FileIO
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, TextIO
@@ -167,6 +168,20 @@ def write_text_atomic(path: str | Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
+def write_whole(handle: FileIO, data: bytes) -> None:
+    """Write ``data``; raise OSError, ENOSPC where only a part of it found room."""
+    if handle.write(data) != len(data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(handle.name))
+
+
+def is_open_at(descriptor: int, path: str | Path) -> bool:
+    """Return whether ``path`` is still the file that is open as ``descriptor``, and not deleted or another one."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except OSError:
+        return False
+
+
 def append_line(path: str | Path, line: str) -> None:
     """Add a line to a UTF-8 text file, whole or not at all.
 
@@ -178,8 +193,7 @@ def append_line(path: str | Path, line: str) -> None:
         with open(path, "ab", buffering=0) as handle:
             end = handle.seek(0, os.SEEK_END)
             try:
-                if handle.write(data) != len(data):  # the rest found no room
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+                write_whole(handle, data)
             except OSError:
                 with suppress(OSError):  # a device has no length
                     handle.truncate(end)

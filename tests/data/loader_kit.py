@@ -9,6 +9,7 @@ from pathlib import Path
 
 import cv2
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -83,3 +84,11 @@ def probe_loader(workers: int, batch_size: int = 2, length: int = 16, **options:
 def memory_of(pids: Iterable[int]) -> int:
     """Bytes that belong to these processes alone (anonymous pages)."""
     return int(np.sum([process_memory_bytes(pid, "RssAnon") for pid in pids]))
+
+
+def count_restarts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that grows by one each time a loader begins anew."""
+    restarts: list[int] = []
+    original = EpochLoader._restart
+    monkeypatch.setattr(EpochLoader, "_restart", lambda self: (restarts.append(1), original(self))[1])
+    return restarts

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.data.drawing import colour_faults, label_text, paint, write_set
-from tests.data.loader_kit import HYP, fingerprints, loader_of, probe_loader
+from tests.data.loader_kit import HYP, count_restarts, fingerprints, loader_of, probe_loader
 from utils.data.dataset import LoadImagesAndLabels
 from utils.data.loader import EpochLoader, create_dataloader
 from utils.data.spec import load_data_spec
@@ -71,9 +71,7 @@ def test_announced_epochs_give_the_same_batches(workers: int, shapes_dataset: Pa
 
 def test_workers_start_on_the_announced_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     loader = probe_loader(1)
-    restarts: list[int] = []
-    original = EpochLoader._restart
-    monkeypatch.setattr(EpochLoader, "_restart", lambda self: (restarts.append(1), original(self))[1])
+    restarts = count_restarts(monkeypatch)
     for epoch in range(4):
         loader.set_epoch(epoch)
         loader.announce(epoch + 1)
@@ -87,9 +85,7 @@ def test_workers_start_on_the_announced_epoch(monkeypatch: pytest.MonkeyPatch) -
 def test_passes_that_repeat_give_the_same_and_are_prepared(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     loader = probe_loader(workers)
     loader.repeat()
-    restarts: list[int] = []
-    original = EpochLoader._restart
-    monkeypatch.setattr(EpochLoader, "_restart", lambda self: (restarts.append(1), original(self))[1])
+    restarts = count_restarts(monkeypatch)
     for _ in range(7):
         assert [int(row) for batch in loader for row in batch[1][:, 5]] == list(range(16))
     assert len(restarts) == (1 if workers else 7)

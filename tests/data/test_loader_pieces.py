@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data.loader_kit import Probe, fingerprint, loader_of, probe_loader
+from tests.data.loader_kit import Probe, count_restarts, fingerprint, loader_of, probe_loader
 from tests.data.test_loader_batching import Breaking
 from utils.data.batching import Parcel
 from utils.data.loader import EpochLoader, create_dataloader
@@ -82,9 +82,7 @@ def test_validation_is_the_same_in_every_pass(repeats: bool, shapes_dataset: Pat
 
 def test_announced_epochs_follow_without_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     loader = probe_loader(2, 8, piece=3)
-    restarts: list[int] = []
-    original = EpochLoader._restart
-    monkeypatch.setattr(EpochLoader, "_restart", lambda self: (restarts.append(1), original(self))[1])
+    restarts = count_restarts(monkeypatch)
     for epoch in range(4):
         loader.set_epoch(epoch)
         loader.announce(epoch + 1)

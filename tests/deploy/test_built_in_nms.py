@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from models.backend import DetectMultiBackend
-from models.checkpoint import Checkpoint, save_checkpoint
 from models.runners import BuiltInNms
 from tests.deploy.fakes import ColourBackend, picture, write_picture
-from tests.reference.tiny import tiny_dual
+from tests.reference.tiny import save_tiny_dual
 from utils.deploy.detector import Detector
 from utils.deploy.exporter import export
 from utils.deploy.predictor import Predictor
@@ -26,11 +25,7 @@ INSIDE = BuiltInNms(conf_thres=0.4, iou_thres=0.6, max_det=20)
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model = tiny_dual()
-    path = tmp_path_factory.mktemp("weights") / "best.pt"
-    names = {0: "bolt", 1: "nut", 2: "washer"}
-    save_checkpoint(path, Checkpoint(model=model.state_dict(), yaml=model.yaml, nc=3, names=names))
-    return path
+    return save_tiny_dual(tmp_path_factory.mktemp("weights") / "best.pt")
 
 
 @pytest.fixture(scope="module")

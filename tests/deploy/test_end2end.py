@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from models.backend import DetectMultiBackend
-from models.checkpoint import Checkpoint, save_checkpoint
 from models.runners import END2END_OUTPUTS, as_prediction
-from tests.reference.tiny import tiny_dual
+from tests.reference.tiny import save_tiny_dual
 from utils.deploy.end2end import NmsSettings, add_nms
 from utils.deploy.exporter import export
 from utils.nms import non_max_suppression
@@ -108,11 +107,7 @@ def test_detections_survive_the_way_back() -> None:
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model = tiny_dual()
-    path = tmp_path_factory.mktemp("weights") / "best.pt"
-    names = {0: "bolt", 1: "nut", 2: "washer"}
-    save_checkpoint(path, Checkpoint(model=model.state_dict(), yaml=model.yaml, nc=3, names=names))
-    return path
+    return save_tiny_dual(tmp_path_factory.mktemp("weights") / "best.pt")
 
 
 @pytest.mark.parametrize("options", [{}, {"dynamic": True, "simplify": True}, {"dynamic_hw": True}], ids=str)

@@ -6,6 +6,7 @@ import logging
 
 import pytest
 
+from tests.evaluate.run_kit import make_run
 from utils.log import LOGGER
 
 
@@ -15,6 +16,16 @@ def log(monkeypatch, caplog):
     monkeypatch.setattr(LOGGER, "propagate", True)
     caplog.set_level(logging.INFO, logger=LOGGER.name)
     return caplog
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two finished trainings of different length and size."""
+    folder = tmp_path_factory.mktemp("runs")
+    return [
+        make_run(folder / "first" / "exp"),
+        make_run(folder / "second" / "exp", epochs=12, gain=0.7, imgsz=960, multi_scale=True),
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -4,20 +4,9 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from tests.evaluate.browser import column
 from tests.evaluate.run_kit import make_run
 from utils.evaluate.report import write_comparison, write_report
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs")
-    return [
-        make_run(folder / "first" / "exp"),
-        make_run(folder / "second" / "exp", epochs=12, gain=0.7, imgsz=960, multi_scale=True),
-    ]
 
 
 def test_comparison_of_runs(browser, runs, tmp_path):

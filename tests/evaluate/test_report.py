@@ -17,15 +17,6 @@ SECTIONS = ["Summary", "Notes", "Data", "Curves", "AP by object size", "Classes"
 SECTIONS += ["Curves over confidence", "Worst pictures", "Monitor", "Files"]
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs")
-    return [
-        make_run(folder / "first" / "exp"),
-        make_run(folder / "second" / "exp", epochs=12, gain=0.7, imgsz=960, multi_scale=True),
-    ]
-
-
 @pytest.fixture
 def page(browser, runs):
     """The report of the first run, opened in a window of 1280 pixels."""

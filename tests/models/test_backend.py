@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from models.backend import SUFFIXES, DetectMultiBackend
-from models.checkpoint import Checkpoint, build_model, load_checkpoint, save_checkpoint
+from models.checkpoint import build_model, load_checkpoint
 from models.graph import DetectionModel
 from models.heads import lead_prediction
 from models.runners import lead_output
-from tests.reference.tiny import tiny_dual
+from tests.reference.tiny import save_tiny_dual
 from utils.files import write_yaml
 
 ort = pytest.importorskip("onnxruntime")
@@ -46,11 +46,7 @@ def noise(*shape: int) -> Tensor:
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model = tiny_dual()
-    path = tmp_path_factory.mktemp("weights") / "dual.pt"
-    names = {0: "bolt", 1: "nut", 2: "washer"}
-    save_checkpoint(path, Checkpoint(model=model.state_dict(), yaml=model.yaml, nc=3, names=names))
-    return path
+    return save_tiny_dual(tmp_path_factory.mktemp("weights") / "dual.pt")
 
 
 @pytest.fixture(scope="module")

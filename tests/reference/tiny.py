@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
+from models.checkpoint import Checkpoint, save_checkpoint
 from models.graph import DetectionModel
 from tests.reference.fill import fill_state_dict
 
@@ -44,3 +46,11 @@ def tiny_dual(nc: int = 3, salt: str = "") -> DetectionModel:
     model = DetectionModel(copy.deepcopy(TINY_DUAL), nc=nc)
     fill_state_dict(model.state_dict(), salt)
     return model.eval().requires_grad_(False)
+
+
+def save_tiny_dual(path: Path) -> Path:
+    """Write the network for bolts, nuts and washers as a weights file, and return its path."""
+    model = tiny_dual()
+    names = {0: "bolt", 1: "nut", 2: "washer"}
+    save_checkpoint(path, Checkpoint(model=model.state_dict(), yaml=model.yaml, nc=3, names=names))
+    return path

@@ -20,7 +20,7 @@ from typing import BinaryIO, NamedTuple
 
 from utils.data.listing import printable
 from utils.data.memory import size_text
-from utils.files import write_text_atomic
+from utils.files import is_open_at, write_text_atomic
 from utils.log import LOGGER
 
 try:
@@ -121,7 +121,7 @@ class CacheFolder:
                 self.path.mkdir(parents=True, exist_ok=True)
                 file = open(self.path / IN_USE, LOCKABLE)  # noqa: SIM115 - stays open as long as the folder is in use
                 _lock(file, SHARED)
-                if _is_file_at(file, self.path / IN_USE):
+                if is_open_at(file.fileno(), self.path / IN_USE):
                     self._in_use = file
                     return
                 file.close()
@@ -242,13 +242,6 @@ def _remove(folder: Path) -> bool:
 
 def _text(settings: Settings) -> str:
     return ", ".join(f"{name} {value}" for name, value in settings.items() if name not in ("format", "contents"))
-
-
-def _is_file_at(file: BinaryIO, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
-    except OSError:
-        return False
 
 
 def _lock(file: BinaryIO, mode: int, *, is_told: bool = False) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 from utils.deploy.naming import CROPS, LABELS, OutputNames, frame_base, plan_outputs
 from utils.deploy.record import MAPS, MEDIA, NOT_RECORDED, REMEDY, Input, Record
 from utils.deploy.tables import CSV_NAME, JSON_NAME, RESULTS_NAME, is_table, naming
-from utils.files import increment_path, lock_folder
+from utils.files import increment_path, is_open_at, lock_folder
 
 IMAGES = "images"  # folder of a data set, beside its labels
 LOCK_NAME = ".lock"
@@ -90,7 +90,7 @@ def claimed(folder: Path) -> Iterator[None]:
     while True:
         with naming(path):
             lock = lock_folder(folder)
-        if lock is None or _is_at(path, lock.fileno()):
+        if lock is None or is_open_at(lock.fileno(), path):
             break
         lock.close()  # it was deleted by the one who held it
     try:
@@ -99,13 +99,6 @@ def claimed(folder: Path) -> Iterator[None]:
         path.unlink(missing_ok=True)
         if lock is not None:
             lock.close()
-
-
-def _is_at(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except OSError:
-        return False
 
 
 def plan_run(folder: Path, inputs: Sequence[Input], options: SaveOptions, sources: Iterable[Path] = ()) -> Run:

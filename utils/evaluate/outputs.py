@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import os
 from collections import Counter, defaultdict
@@ -15,7 +14,7 @@ from torch import Tensor
 from utils.boxes import box_iou, xyxy2xywh
 from utils.data.labels import image_to_label_path
 from utils.evaluate.own_files import refuse_foreign
-from utils.files import MAX_NAME_BYTES, shorten, write_error
+from utils.files import MAX_NAME_BYTES, shorten, write_error, write_whole
 
 SUFFIX = ".txt"
 
@@ -135,8 +134,7 @@ def _write_new(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "xb", buffering=0) as handle:
         try:
-            if handle.write(data) != len(data):  # the rest found no room
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            write_whole(handle, data)
         except OSError:
             path.unlink(missing_ok=True)
             raise
