@@ -19,7 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.fast_paths import beside, joint_sum, trains_fast
 from models.upstream import known_as
+from utils.kernels.moves import enlarge_nearest
 from utils.kernels.norm import bn_act, bn_add_act
 from utils.kernels.norm_parts import bn_act_parts
 from utils.kernels.pool import average_neighbours
@@ -159,7 +161,7 @@ class ADown(nn.Module):
         # A width known from construction, not from the tensor: exporters need no shape arithmetic.
         half = self.cv1.conv.in_channels
         convolved, pooled = _smooth(x, self.uses_kernels and self.training).split((half, half), 1)
-        return torch.cat((self.cv1(convolved), self.cv2(F.max_pool2d(pooled, 3, 2, 1))), 1)
+        return beside((self.cv1(convolved), self.cv2(F.max_pool2d(pooled, 3, 2, 1))), self)
 
 
 @known_as("models.common")
@@ -202,6 +204,9 @@ class RepConvN(nn.Module):
         if self.is_fused:
             return self.act(self.conv(x))
         if self.uses_kernels and self.conv1.bn is not None and self.conv2.bn is not None:
+            joint = joint_sum(x, (self.conv1, self.conv2), self.act)
+            if joint is not None:
+                return joint
             first, second = self.conv1.conv(x), self.conv2.conv(x)
             return bn_add_act(first, self.conv1.bn, second, self.conv2.bn, self.act)
         return self.act(self.conv1(x) + self.conv2(x))
@@ -211,12 +216,14 @@ class RepConvN(nn.Module):
 class Concat(nn.Module):
     """Concatenate a list of maps."""
 
+    uses_kernels = False
+
     def __init__(self, dimension: int = 1) -> None:
         super().__init__()
         self.d = dimension
 
     def forward(self, x: Sequence[Tensor]) -> Tensor:
-        return torch.cat(tuple(x), self.d)
+        return beside(x, self) if self.d == 1 else torch.cat(tuple(x), self.d)
 
 
 @known_as("models.common")
@@ -247,9 +254,13 @@ def enlarge(x: Tensor, size: Sequence[int] | None = None, scale: float | None = 
 class Upsample(nn.Upsample):
     """torch's module, with nearest neighbours in half precision under autocast."""
 
+    uses_kernels = False
+
     def forward(self, x: Tensor) -> Tensor:
         if self.mode != "nearest":
             return super().forward(x)
+        if trains_fast(self) and self.size is None and self.scale_factor == 2:
+            return enlarge_nearest(x, 2)
         return enlarge(x, self.size, self.scale_factor)
 
 

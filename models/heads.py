@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from models.blocks import DFL, Conv, without_autocast
+from models.fast_paths import beside, is_watched, joint_parts, trains_fast
 from models.upstream import known_as
 
 Maps = list[Tensor]
@@ -39,6 +40,14 @@ def box_hidden_width(first_channels: int, reg_max: int) -> int:
 def class_hidden_width(first_channels: int, nc: int) -> int:
     """Hidden width of a class branch; it depends on the class count as long as that is small."""
     return max(first_channels, min(2 * nc, 128))
+
+
+def _level(x: Tensor, box: nn.Sequential, cls: nn.Sequential) -> Tensor:
+    """Return the raw map (B, 4 * reg_max + nc, H, W) of one level from its box and class branches."""
+    if not trains_fast(box[0]) or is_watched(box) or is_watched(cls):
+        return torch.cat((box(x), cls(x)), 1)
+    first, second = joint_parts(x, (box[0], cls[0]))
+    return beside((box[2](box[1](first)), cls[2](cls[1](second))), box[0])
 
 
 class _BranchedHead(nn.Module):
@@ -150,7 +159,7 @@ class _BranchedHead(nn.Module):
         result = []
         for index, (boxes, classes, _) in list(enumerate(self.branches))[first:]:
             levels = inputs[index * self.nl : (index + 1) * self.nl]
-            result.append([torch.cat((box(x), cls(x)), 1) for x, box, cls in zip(levels, boxes, classes, strict=True)])
+            result.append([_level(x, box, cls) for x, box, cls in zip(levels, boxes, classes, strict=True)])
         return result
 
     def decode(self, maps: Maps, decoder: DFL) -> Tensor:

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.blocks import Conv, RepConvN
+from models.fast_paths import beside, joint_parts, trains_fast, two_readers
 from models.upstream import known_as
-from utils.kernels.layout import can_launch
-from utils.kernels.norm_parts import bn_act_parts
+from utils.kernels.moves import largest_neighbours
 
 __all__ = ["Bottleneck", "ELAN1", "RepNBottleneck", "RepNCSP", "RepNCSPELAN4", "SP", "SPPELAN"]
 
@@ -24,6 +22,7 @@ class Bottleneck(nn.Module):
     """Two convolutions with an optional residual connection (used only where input and output widths agree)."""
 
     first_block: type[nn.Module] = Conv
+    uses_kernels = False
 
     def __init__(
         self,
@@ -41,8 +40,10 @@ class Bottleneck(nn.Module):
         self.add = shortcut and c1 == c2
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.cv1(x)
-        return self.cv2.add_to(x, y) if self.add else self.cv2(y)
+        if not self.add:
+            return self.cv2(self.cv1(x))
+        read, kept = two_readers(x, self)
+        return self.cv2.add_to(kept, self.cv1(read))
 
 
 @known_as("models.common")
@@ -67,31 +68,21 @@ class RepNCSP(nn.Module):
         self.m = nn.Sequential(*(RepNBottleneck(hidden, hidden, shortcut, g, e=1.0) for _ in range(n)))
 
     def forward(self, x: Tensor) -> Tensor:
-        inner, straight = self._both(x) if self.uses_kernels else (self.cv1(x), self.cv2(x))
-        return self.cv3(torch.cat((self.m(inner), straight), 1))
-
-    def _both(self, x: Tensor) -> Sequence[Tensor]:
-        """Return ``cv1(x)`` and ``cv2(x)`` from one convolution, which reads ``x`` once."""
-        blocks = (self.cv1, self.cv2)
-        norms, convolutions = [block.bn for block in blocks], [block.conv for block in blocks]
-        # Hooks have a right to be called.
-        is_possible = self.training and None not in norms and can_launch(x)
-        if not is_possible or any(convolution._forward_hooks for convolution in convolutions):
-            return self.cv1(x), self.cv2(x)
-        weight = torch.cat([convolution.weight for convolution in convolutions])
-        return bn_act_parts(F.conv2d(x, weight), norms, self.cv1.act, [norm.num_features for norm in norms])
+        inner, straight = joint_parts(x, (self.cv1, self.cv2))
+        return self.cv3(beside((self.m(inner), straight), self))
 
 
 class _AggregationBlock(nn.Module):
     """Shared forward of the ELAN blocks: halves (a, b), two stages behind b, a 1x1 over everything."""
 
     c: int
+    uses_kernels = False
 
     def forward(self, x: Tensor) -> Tensor:
         first, second = self.cv1.parts(x, (self.c, self.c))
-        stage_one = self.cv2(second)
-        stage_two = self.cv3(stage_one)
-        return self.cv4(torch.cat((first, second, stage_one, stage_two), 1))
+        read, second = two_readers(second, self)
+        read, stage_one = two_readers(self.cv2(read), self)
+        return self.cv4(beside((first, second, stage_one, self.cv3(read)), self))
 
 
 @known_as("models.common")
@@ -124,17 +115,23 @@ class ELAN1(_AggregationBlock):
 class SP(nn.Module):
     """Size-preserving max pooling."""
 
+    uses_kernels = False
+
     def __init__(self, k: int = 3, s: int = 1) -> None:
         super().__init__()
         self.m = nn.MaxPool2d(kernel_size=k, stride=s, padding=k // 2)
 
     def forward(self, x: Tensor) -> Tensor:
+        if trains_fast(self) and self.m.stride == 1:
+            return largest_neighbours(x, self.m.kernel_size)
         return self.m(x)
 
 
 @known_as("models.common")
 class SPPELAN(nn.Module):
     """Spatial pyramid pooling: three 5x5 poolings in a row, all steps concatenated."""
+
+    uses_kernels = False
 
     def __init__(self, c1: int, c2: int, c3: int) -> None:
         super().__init__()
@@ -149,4 +146,4 @@ class SPPELAN(nn.Module):
         steps = [self.cv1(x)]
         for pool in (self.cv2, self.cv3, self.cv4):
             steps.append(pool(steps[-1]))
-        return self.cv5(torch.cat(steps, 1))
+        return self.cv5(beside(steps, self))

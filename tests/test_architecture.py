@@ -39,7 +39,7 @@ REEXPORTS = {
 LEVELS = (
     (r"utils\.(log|files|yaml_keys|runtime|boxes|anchors|threads|kernels(\.\w+)*)|models\.upstream", 0),
     (r"(models|utils)(\.\w+)?\.__init__", 0),
-    (r"models\.(blocks|stages)|utils\.(nms|slicing|cli|preflight|options(\.\w+)?)", 1),
+    (r"models\.(fast_paths|blocks|stages)|utils\.(nms|slicing|cli|preflight|options(\.\w+)?)", 1),
     (r"models\.heads|utils\.data\..*", 2),
     (r"models\.(backend|runners)|utils\.evaluate\.validator|utils\.train\.monitor", 5),
     (

@@ -13,7 +13,16 @@ import torch
 
 from utils.kernels.layout import has_triton
 
-PROGRAMS = ("norm_forward", "norm_backward", "pool", "loss_math", "loss_maps", "loss_assign", "loss_slots")
+PROGRAMS = (
+    "norm_forward",
+    "norm_backward",
+    "pool",
+    "moves",
+    "loss_math",
+    "loss_maps",
+    "loss_assign",
+    "loss_slots",
+)
 INTERPRETED = {"TRITON_INTERPRET": "1"}
 
 

@@ -29,7 +29,7 @@ class Launches:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.norms = self.averages = 0
         apply_norm, apply_average = norm._NormAct.apply, pool._Average.apply
-        apply_parts = norm_parts._NormActParts.apply
+        apply_parts, apply_joint = norm_parts._NormActParts.apply, norm_parts._NormAddActJoint.apply
 
         def count_norm(*arguments: object) -> Tensor:
             self.norms += 1
@@ -39,12 +39,17 @@ class Launches:
             self.norms += len(norms)
             return apply_parts(norms, *arguments)
 
+        def count_joint(*arguments: object) -> Tensor:
+            self.norms += 1
+            return apply_joint(*arguments)
+
         def count_average(x: Tensor) -> Tensor:
             self.averages += 1
             return apply_average(x)
 
         monkeypatch.setattr(norm._NormAct, "apply", count_norm)
         monkeypatch.setattr(norm_parts._NormActParts, "apply", count_parts)
+        monkeypatch.setattr(norm_parts._NormAddActJoint, "apply", count_joint)
         monkeypatch.setattr(pool._Average, "apply", count_average)
 
 

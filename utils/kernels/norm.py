@@ -126,13 +126,10 @@ class _NormAct(torch.autograd.Function):
         *inputs: Tensor,
     ) -> Tensor:
         """``inputs`` holds map, weight and bias for each of the norms."""
-        branches = [
-            Branch(x, weight, bias, batch_statistics(x, norm))
-            for norm, x, weight, bias in zip(norms, inputs[::3], inputs[1::3], inputs[2::3], strict=True)
-        ]
         ctx.has_silu = has_silu
-        ctx.save_for_backward(*inputs, *(branch.statistics for branch in branches))
-        return normalise(branches, residual, has_silu)
+        y, statistics = forward_pass(inputs[::3], norms, has_silu, residual)
+        ctx.save_for_backward(*inputs, *statistics)
+        return y
 
     @staticmethod
     @once_differentiable
@@ -141,18 +138,41 @@ class _NormAct(torch.autograd.Function):
         saved = ctx.saved_tensors
         number = len(saved) // 4
         inputs, statistics = saved[: 3 * number], saved[3 * number :]
-        branches = [Branch(*inputs[3 * n : 3 * n + 3], statistics[n]) for n in range(number)]
         needed = ctx.needs_input_grad[3:]
         found: list[Tensor | None] = [None] * len(needed)
         if any(needed):
             with on_device(dy):
-                rows, stride = as_rows(dy)
-                parameters = parameter_gradients(rows, stride, branches, ctx.has_silu)
-                if any(needed[::3]):
-                    found[::3] = input_gradients(rows, stride, branches, parameters, ctx.has_silu)
+                branches = [Branch(*inputs[3 * n : 3 * n + 3], statistics[n]) for n in range(number)]
+                found[::3], parameters = backward_pass(dy, branches, ctx.has_silu, needs_maps=any(needed[::3]))
                 found[1::3], found[2::3] = parameters[::2].unbind(), parameters[1::2].unbind()
         wanted = (gradient if is_needed else None for gradient, is_needed in zip(found, needed, strict=True))
         return None, None, dy if ctx.needs_input_grad[2] else None, *wanted
+
+
+def forward_pass(
+    maps: Sequence[Tensor], norms: Sequence[nn.BatchNorm2d], has_silu: bool, residual: Tensor | None = None
+) -> tuple[Tensor, list[Tensor]]:
+    """Return activation(norm(x) [+ norm(other)]) [+ residual], and the statistics (2, C) of each map."""
+    branches = [
+        Branch(x, norm.weight, norm.bias, batch_statistics(x, norm)) for x, norm in zip(maps, norms, strict=True)
+    ]
+    return normalise(branches, residual, has_silu), [branch.statistics for branch in branches]
+
+
+def backward_pass(
+    dy: Tensor,
+    branches: Sequence[Branch],
+    has_silu: bool,
+    *,
+    into: Sequence[Tensor] | None = None,
+    needs_maps: bool = True,
+) -> tuple[Sequence[Tensor | None], Tensor]:
+    """Return the gradients of the maps, written ``into`` some if given, and of weight and bias of each norm (2n, C)."""
+    rows, stride = as_rows(dy)
+    gradients = parameter_gradients(rows, stride, branches, has_silu)
+    if not needs_maps:
+        return [None] * len(branches), gradients
+    return input_gradients(rows, stride, branches, gradients, has_silu, into), gradients
 
 
 def batch_statistics(x: Tensor, bn: nn.BatchNorm2d) -> Tensor:

@@ -14,15 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from utils.kernels.layout import as_rows, on_device
-from utils.kernels.norm import (
-    Branch,
-    batch_statistics,
-    input_gradients,
-    is_fusible,
-    normalise,
-    parameter_gradients,
-)
+from utils.kernels.layout import on_device
+from utils.kernels.norm import Branch, backward_pass, forward_pass, is_fusible
 
 
 def bn_act_parts(x: Tensor, norms: Sequence[nn.BatchNorm2d], act: nn.Module, widths: Sequence[int]) -> list[Tensor]:
@@ -39,6 +32,44 @@ def bn_act_parts(x: Tensor, norms: Sequence[nn.BatchNorm2d], act: nn.Module, wid
     if whole:
         return list(act(norms[0](x)).split(widths, 1))
     return [act(norm(part)) for norm, part in zip(norms, x.split(widths, 1), strict=True)]
+
+
+def bn_add_act_joint(x: Tensor, bn: nn.BatchNorm2d, other_bn: nn.BatchNorm2d, act: nn.Module) -> Tensor:
+    """Return ``act(bn(a) + other_bn(b))`` for the halves a and b of the channels of ``x`` (B, 2 * C, H, W)."""
+    first, second = x.chunk(2, 1)
+    if is_fusible(first, bn, act) and is_fusible(second, other_bn, act):
+        with on_device(x):
+            return _NormAddActJoint.apply(
+                (bn, other_bn), type(act) is nn.SiLU, x, bn.weight, bn.bias, other_bn.weight, other_bn.bias
+            )
+    return act(bn(first) + other_bn(second))
+
+
+class _NormAddActJoint(torch.autograd.Function):
+    """activation(norm(a) + norm(b)) for both halves of one map, differentiable once."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, norms: Sequence[nn.BatchNorm2d], has_silu: bool, x: Tensor, *parameters: Tensor
+    ) -> Tensor:
+        """``parameters`` holds weight and bias of each of the norms."""
+        ctx.has_silu = has_silu
+        y, statistics = forward_pass(x.chunk(2, 1), norms, has_silu)
+        ctx.save_for_backward(x, *parameters, *statistics)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """Return gradients in the order of the arguments of ``forward``."""
+        x, *saved = ctx.saved_tensors
+        dx = torch.empty_like(x, memory_format=torch.channels_last)
+        first, second = x.chunk(2, 1)
+        branches = [Branch(first, *saved[:2], saved[4]), Branch(second, *saved[2:4], saved[5])]
+        with on_device(x):
+            _, found = backward_pass(dy, branches, ctx.has_silu, into=dx.chunk(2, 1))
+        wanted = zip((dx, *found.unbind()), ctx.needs_input_grad[2:], strict=True)
+        return None, None, *(gradient if is_needed else None for gradient, is_needed in wanted)
 
 
 @dataclass(frozen=True)
@@ -91,9 +122,9 @@ class _NormActParts(torch.autograd.Function):
         """``parameters`` holds weight and bias of each of the norms."""
         outputs, statistics = [], []
         for part, norm in zip(x.split(widths, 1), _parts_of(norms, widths), strict=True):
-            found = batch_statistics(part, norm)
-            statistics.append(found)
-            outputs.append(normalise([Branch(part, norm.weight, norm.bias, found)], None, has_silu))
+            y, found = forward_pass([part], [norm], has_silu)
+            outputs.append(y)
+            statistics += found
         ctx.widths, ctx.has_silu, ctx.is_one_norm = widths, has_silu, len(norms) == 1
         ctx.save_for_backward(x, *parameters, *statistics)
         return tuple(outputs)
@@ -114,11 +145,8 @@ class _NormActParts(torch.autograd.Function):
             for part, weight, bias, known, dy, target in zip(
                 x.split(ctx.widths, 1), weights, biases, statistics, gradients, dx.split(ctx.widths, 1), strict=True
             ):
-                rows, stride = as_rows(dy)
-                branch = [Branch(part, weight, bias, known)]
-                of_parameters = parameter_gradients(rows, stride, branch, ctx.has_silu)
-                input_gradients(rows, stride, branch, of_parameters, ctx.has_silu, into=[target])
-                found.append(of_parameters)
+                branch = Branch(part, weight, bias, known)
+                found.append(backward_pass(dy, [branch], ctx.has_silu, into=[target])[1])
         if ctx.is_one_norm:
             found = [torch.cat(found, 1)]
         of_all = [gradient for each in found for gradient in each.unbind()]

@@ -1,0 +1,86 @@
+"""What blocks and heads do differently where the kernels of :mod:`utils.kernels` are switched on for training.
+
+Each function equals plain modules within rounding and takes these wherever the kernels do not apply: in eval mode, off
+CUDA, while something traces the model, or where a module carries hooks, which have a right to be called. Blocks are
+modules with the attributes ``conv``, ``bn``, ``act`` and ``uses_kernels``, such as :class:`models.blocks.Conv`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from utils.kernels.layout import can_launch
+from utils.kernels.moves import concatenate, fork
+from utils.kernels.norm_parts import bn_act_parts, bn_add_act_joint
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether hooks wait for calls of ``module`` or of a module inside it."""
+    return any(
+        each._forward_hooks or each._forward_pre_hooks or each._backward_hooks or each._backward_pre_hooks
+        for each in module.modules()
+    )
+
+
+def trains_fast(block: nn.Module) -> bool:
+    """Whether ``block`` is training with kernels."""
+    return block.uses_kernels and block.training
+
+
+def beside(maps: Sequence[Tensor], block: nn.Module) -> Tensor:
+    """Return maps (B, C_i, H, W) beside each other (B, sum C_i, H, W), within the forward pass of ``block``."""
+    return concatenate(maps) if trains_fast(block) else torch.cat(tuple(maps), 1)
+
+
+def two_readers(x: Tensor, block: nn.Module) -> tuple[Tensor, Tensor]:
+    """Return ``x`` twice, for two readers within ``block``: one kernel adds their gradients."""
+    return fork(x) if trains_fast(block) else (x, x)
+
+
+def joint_parts(x: Tensor, blocks: Sequence[nn.Module]) -> Sequence[Tensor]:
+    """Return ``[block(x) for block in blocks]`` from one convolution, which reads ``x`` once."""
+    if not _joins(x, blocks):
+        return [block(x) for block in blocks]
+    norms = [block.bn for block in blocks]
+    return bn_act_parts(_joint_convolution(x, blocks), norms, blocks[0].act, [norm.num_features for norm in norms])
+
+
+def joint_sum(x: Tensor, blocks: Sequence[nn.Module], act: nn.Module) -> Tensor | None:
+    """Return ``act`` of the sum of two blocks without activation from one convolution; None where that is not so."""
+    first, second = blocks
+    if not _joins(x, blocks) or first.bn.num_features != second.bn.num_features:
+        return None
+    return bn_add_act_joint(_joint_convolution(x, blocks), first.bn, second.bn, act)
+
+
+def _joins(x: Tensor, blocks: Sequence[nn.Module]) -> bool:
+    """Whether the convolutions of ``blocks``, which all read ``x``, can be one."""
+    if not all(trains_fast(block) and block.bn is not None for block in blocks) or not can_launch(x):
+        return False
+    if any(type(block.act) is not type(blocks[0].act) or is_watched(block) for block in blocks):
+        return False
+    return all(
+        each.groups == 1
+        and each.bias is None
+        and each.dilation == (1, 1)
+        and each.stride == blocks[0].conv.stride
+        and each.kernel_size[0] == each.kernel_size[1]
+        and each.padding == (each.kernel_size[0] // 2,) * 2
+        for each in (block.conv for block in blocks)
+    )
+
+
+def _joint_convolution(x: Tensor, blocks: Sequence[nn.Module]) -> Tensor:
+    """Convolve ``x`` with the kernels of all ``blocks`` in a row; a smaller kernel gets a border of zeros."""
+    convolutions = [block.conv for block in blocks]
+    largest = max(each.kernel_size[0] for each in convolutions)
+    borders = [(largest - each.kernel_size[0]) // 2 for each in convolutions]
+    weights = [
+        F.pad(each.weight, (border,) * 4) if border else each.weight
+        for each, border in zip(convolutions, borders, strict=True)
+    ]
+    return F.conv2d(x, torch.cat(weights), None, convolutions[0].stride, largest // 2)

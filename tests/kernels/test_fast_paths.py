@@ -1,0 +1,147 @@
+"""Blocks whose convolutions are one convolution train as they do apart, and hooks are called as ever."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from models import fast_paths
+from models.blocks import Conv, RepConvN, use_fused_kernels
+from models.fast_paths import joint_parts, joint_sum
+from models.heads import DualDDetect
+from tests.kernels.test_norm import channels_last
+from tests.reference.fill import fill_state_dict
+
+Blocks = Sequence[nn.Module]
+
+
+def fused_copy(module: nn.Module) -> nn.Module:
+    fused = copy.deepcopy(module)
+    assert use_fused_kernels(fused) > 0
+    return fused
+
+
+def drawn(device: torch.device, channels: int = 24, batch: int = 2) -> Tensor:
+    torch.manual_seed(0)
+    return channels_last(torch.randn(batch, channels, 7, 6, device=device).double()).requires_grad_()
+
+
+def placed(module: nn.Module, device: torch.device) -> nn.Module:
+    fill_state_dict(module.state_dict())
+    return module.to(device, memory_format=torch.channels_last).double().train()
+
+
+def learned(module: nn.Module) -> list[nn.Parameter]:
+    return [weight for weight in module.parameters() if weight.requires_grad]
+
+
+def compare(
+    fused: nn.Module, plain: nn.Module, look: Callable[[nn.Module, Tensor], Sequence[Tensor]], x: Tensor
+) -> None:
+    """Outputs, gradients of ``x`` and of all weights, and running statistics are equal in float64."""
+    found, expected = look(fused, x), look(plain, x)
+    torch.testing.assert_close(found, expected)
+    gradients = [torch.randn_like(each) for each in found]
+    torch.testing.assert_close(
+        torch.autograd.grad(found, [x, *learned(fused)], gradients),
+        torch.autograd.grad(expected, [x, *learned(plain)], gradients),
+    )
+    torch.testing.assert_close(list(fused.buffers()), list(plain.buffers()))
+
+
+@pytest.mark.parametrize("kernels", [(1, 1), (3, 3), (3, 1), (1, 3, 5)])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_blocks_that_read_the_same_map(
+    kernels: tuple[int, ...], stride: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = placed(nn.ModuleList(Conv(24, 8 * (n + 1), k, stride) for n, k in enumerate(kernels)), device)
+    fused = fused_copy(plain)
+    calls = count_joint(monkeypatch)
+    compare(fused, plain, lambda blocks, x: list(joint_parts(x, list(blocks))), drawn(device))
+    assert calls == [len(kernels)]
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_both_branches_of_repconv(stride: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = placed(RepConvN(24, 48, 3, stride), device)
+    calls = count_joint(monkeypatch)
+    compare(fused_copy(plain), plain, lambda block, x: [block(x)], drawn(device))
+    assert calls == [2]
+
+
+def test_a_head(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    head = DualDDetect(3, (16, 24, 16, 24))
+    head.stride = torch.tensor([8.0, 16.0])
+    plain = placed(head, device)
+    calls = count_joint(monkeypatch)
+    inputs = [drawn(device, channels) for channels in (16, 24, 16, 24)]
+
+    def look(head: nn.Module, x: Tensor) -> list[Tensor]:
+        return [each for branch in head([x, *inputs[1:]]) for each in branch]
+
+    compare(fused_copy(plain), plain, look, inputs[0])
+    assert calls == [2] * 4
+
+
+REFUSED: dict[str, Callable[[Blocks], object]] = {
+    "eval mode": lambda blocks: blocks[1].eval(),
+    "kernels off": lambda blocks: use_fused_kernels(blocks[1], on=False),
+    "another activation": lambda blocks: setattr(blocks[1], "act", nn.ReLU()),
+    "another stride": lambda blocks: setattr(blocks[1].conv, "stride", (2, 2)),
+    "another padding": lambda blocks: setattr(blocks[1].conv, "padding", (2, 2)),
+    "dilation": lambda blocks: [setattr(blocks[1].conv, name, (2, 2)) for name in ("dilation", "padding")],
+    "groups": lambda blocks: setattr(blocks[1], "conv", nn.Conv2d(16, 16, 3, padding=1, groups=4, bias=False)),
+    "a bias": lambda blocks: setattr(blocks[1], "conv", nn.Conv2d(16, 16, 3, padding=1)),
+    "kernels that are no square": lambda blocks: setattr(
+        blocks[1], "conv", nn.Conv2d(16, 16, (3, 1), padding=(1, 0), bias=False)
+    ),
+}
+
+
+@pytest.mark.parametrize("change", REFUSED)
+def test_what_is_no_single_convolution_stays_apart(
+    change: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = nn.ModuleList([Conv(16, 16, 3), Conv(16, 16, 3)])
+    use_fused_kernels(blocks)
+    blocks.train()
+    REFUSED[change](list(blocks))
+    blocks = placed(blocks, device) if change != "eval mode" else blocks.to(device).double()
+    calls = count_joint(monkeypatch)
+    found = joint_parts(drawn(device, 16), list(blocks))
+    assert not calls and len(found) == 2
+    if change != "another stride":
+        assert joint_sum(drawn(device, 16), list(blocks), nn.SiLU()) is None
+    assert not calls
+
+
+@pytest.mark.parametrize("place", ["block", "convolution", "norm", "activation"])
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward"])
+def test_hooks_are_called(place: str, kind: str, device: torch.device) -> None:
+    blocks = nn.ModuleList([Conv(16, 16, 3), Conv(16, 16, 3)])
+    for block in blocks:
+        block.act = nn.SiLU()  # torch refuses backward hooks on what works in place
+    blocks = placed(blocks, device)
+    use_fused_kernels(blocks)
+    watched = {"block": blocks[1], "convolution": blocks[1].conv, "norm": blocks[1].bn, "activation": blocks[1].act}
+    called: list[str] = []
+    getattr(watched[place], f"register_{kind}_hook")(lambda *_: called.append(kind))
+    sum(each.sum() for each in joint_parts(drawn(device, 16), list(blocks))).backward()
+    assert called == [kind]
+
+
+def count_joint(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many convolutions each joint one stands for, from now on."""
+    calls: list[int] = []
+    convolve = fast_paths._joint_convolution
+
+    def counting(x: Tensor, blocks: Blocks) -> Tensor:
+        calls.append(len(blocks))
+        return convolve(x, blocks)
+
+    monkeypatch.setattr(fast_paths, "_joint_convolution", counting)
+    return calls
