@@ -30,6 +30,7 @@ class Launches:
         self.norms = self.averages = 0
         apply_norm, apply_average = norm._NormAct.apply, pool._Average.apply
         apply_parts, apply_joint = norm_parts._NormActParts.apply, norm_parts._NormAddActJoint.apply
+        apply_beside = norm_parts._NormActBeside.apply
 
         def count_norm(*arguments: object) -> Tensor:
             self.norms += 1
@@ -38,6 +39,10 @@ class Launches:
         def count_parts(norms: tuple[nn.Module, ...], *arguments: object) -> tuple[Tensor, ...]:
             self.norms += len(norms)
             return apply_parts(norms, *arguments)
+
+        def count_beside(norms: tuple[nn.Module, ...], *arguments: object) -> Tensor:
+            self.norms += len(norms)
+            return apply_beside(norms, *arguments)
 
         def count_joint(*arguments: object) -> Tensor:
             self.norms += 1
@@ -49,6 +54,7 @@ class Launches:
 
         monkeypatch.setattr(norm._NormAct, "apply", count_norm)
         monkeypatch.setattr(norm_parts._NormActParts, "apply", count_parts)
+        monkeypatch.setattr(norm_parts._NormActBeside, "apply", count_beside)
         monkeypatch.setattr(norm_parts._NormAddActJoint, "apply", count_joint)
         monkeypatch.setattr(pool._Average, "apply", count_average)
 
@@ -154,14 +160,18 @@ def test_shipped_networks_are_as_near_to_float64_as_without_kernels(cfg: str) ->
 @pytest.mark.usefixtures("exact_float32")
 @pytest.mark.parametrize("dtype", MIXED_TOLERANCES, ids=str)
 def test_mixed_precision_is_as_near_to_float32_as_without_kernels(dtype: torch.dtype) -> None:
+    """Errors of a single batch vary by chance, in bfloat16 by a fifth: means over batches are compared."""
     plain, fused = twins("yolov9-s.yaml", torch.device("cuda"))
     exact = copy.deepcopy(plain)
-    images = pictures(torch.device("cuda"), 4, 256)
-    step(exact, images)
-    step(plain, images, dtype)
-    step(fused, images, dtype)
-    off_plain, off_fused = relative_error(exact, plain), relative_error(exact, fused)
-    assert off_fused < max(1.2 * off_plain, MIXED_TOLERANCES[dtype]), (off_plain, off_fused)
+    off = {plain: 0.0, fused: 0.0}
+    seeds = range(6)
+    for seed in seeds:
+        images = pictures(torch.device("cuda"), 4, 256, seed)
+        for model in (exact, plain, fused):
+            model.zero_grad()
+            step(model, images, None if model is exact else dtype)
+        off = {model: total + relative_error(exact, model) / len(seeds) for model, total in off.items()}
+    assert off[fused] < max(1.2 * off[plain], MIXED_TOLERANCES[dtype]), off.values()
 
 
 @pytest.mark.gpu
