@@ -65,7 +65,12 @@ def main() -> None:
     parser.add_argument("--memory", type=int, metavar="FRAMES", help="watch the memory over a video of so many frames")
     parser.add_argument("--plot", type=Path, default=Path("memory.svg"), help="where --memory draws its figures")
     parser.add_argument(
-        "--single", type=Path, nargs="?", const=Path(), metavar="PICTURE", help="time detect_dual.py on one picture"
+        "--single",
+        type=Path,
+        nargs="?",
+        const=Path(),
+        metavar="PICTURE",
+        help="time detect_dual.py on one picture, and torch's own start; Python keeps bytecode meanwhile",
     )
     parser.add_argument("--record", action="store_true", help="add a row to RECORDS.md")
     arguments = parser.parse_args()
@@ -261,25 +266,46 @@ def resident_bytes() -> int:
 
 
 def measure_single(arguments: argparse.Namespace, weights: Path, folder: Path) -> str:
-    """Time the whole command on one picture, imports included; the first run fills the system's file cache."""
+    """Time the whole command on one picture, imports included, and beside it what torch alone takes to start.
+
+    The first run of the command fills the caches: of the system's files, and of bytecode.
+    """
     picture = arguments.single
     if picture == Path():
         picture = folder / "picture.jpg"
         cv2.imwrite(str(picture), next(moving_boxes(1, 773, 512)))
     command = [sys.executable, "detect_dual.py", "--weights", str(weights), "--source", str(picture.absolute())]
     command += ["--imgsz", str(arguments.imgsz), "--device", arguments.device, "--project", str(folder / "runs")]
-    seconds = []
+    start = f"import torch, cv2, numpy; torch.zeros(1, device={str(select_device(arguments.device))!r})"
+    environment = keeping_bytecode(folder / "bytecode")
+    whole, alone = [], []
     for _ in range(arguments.runs + 1):
-        started = time.perf_counter()
-        run = subprocess.run(command, cwd=REPO_ROOT, capture_output=True, text=True, check=False)
-        seconds.append(time.perf_counter() - started)
-        if run.returncode:
-            raise RuntimeError(f"detect_dual.py failed:\n{(run.stdout + run.stderr)[-2000:]}")
+        seconds, output = time_of(command, environment)
+        whole.append(seconds)
+        alone.append(time_of([sys.executable, "-c", start], environment)[0])
     figures = (
-        f"one picture with imports: {' '.join(f'{value:.2f}' for value in seconds[1:])} s (first {seconds[0]:.2f} s)"
+        f"one picture with imports, bytecode kept: {' '.join(f'{value:.2f}' for value in whole[1:])} s "
+        f"(first {whole[0]:.2f} s); torch alone: {' '.join(f'{value:.2f}' for value in alone[1:])} s"
     )
-    print(f"{figures}\n{run.stdout.strip()}")
+    print(f"{figures}\n{output.strip()}")
     return figures
+
+
+def keeping_bytecode(folder: Path) -> dict[str, str]:
+    """Return an environment in which Python keeps bytecode, as it usually does, but in a folder of its own."""
+    return {key: text for key, text in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"} | {
+        "PYTHONPYCACHEPREFIX": str(folder)
+    }
+
+
+def time_of(command: list[str], environment: dict[str, str]) -> tuple[float, str]:
+    """Run a command; return its seconds and what it printed. RuntimeError if it fails."""
+    started = time.perf_counter()
+    run = subprocess.run(command, cwd=REPO_ROOT, env=environment, capture_output=True, text=True, check=False)
+    seconds = time.perf_counter() - started
+    if run.returncode:
+        raise RuntimeError(f"{command[1]} failed:\n{(run.stdout + run.stderr)[-2000:]}")
+    return seconds, run.stdout
 
 
 if __name__ == "__main__":

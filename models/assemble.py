@@ -5,6 +5,7 @@ A definition may come out of a foreign file, so it is held against the tensors b
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -36,7 +37,7 @@ def assemble(definition: str | Path | Mapping[str, Any], state: Mapping[str, Ten
     model = skeleton(definition, state)
     _check_keys(model.state_dict(), state)
     _warn_of_values(state)
-    model.load_state_dict({key: _float_copy(tensor) for key, tensor in state.items()}, strict=True, assign=True)
+    _assign(model, state)
     return model
 
 
@@ -76,6 +77,17 @@ def count_classes(state: Mapping[str, Tensor]) -> int:
 def is_fused(state: Mapping[str, Tensor]) -> bool:
     """Tell whether the batch norms were folded before the tensors were saved."""
     return not any(".bn." in key for key in state)
+
+
+def _assign(model: torch.nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Put copies of tensors, whose keys and shapes have been compared, in the places of those of ``model``."""
+    modules = dict(model.named_modules())
+    for key, tensor in state.items():
+        owner, _, name = key.rpartition(".")
+        value, present = _float_copy(tensor), getattr(modules[owner], name)
+        if isinstance(present, torch.nn.Parameter):
+            value = torch.nn.Parameter(value, requires_grad=present.requires_grad)
+        setattr(modules[owner], name, value)
 
 
 def _float_copy(tensor: Tensor) -> Tensor:
@@ -155,9 +167,14 @@ def _type_name(tensor: Tensor) -> str:
 
 def _warn_of_values(state: Mapping[str, Tensor]) -> None:
     """Say that weights are not finite: such a network finds nothing, and nothing else would tell why."""
-    faulty = [key for key, tensor in state.items() if tensor.is_floating_point() and not torch.isfinite(tensor).all()]
+    faulty = [key for key, tensor in state.items() if tensor.is_floating_point() and not _is_finite(tensor)]
     if faulty:
         LOGGER.warning(
             f"{len(faulty)} of {len(state)} tensors of the weights hold values that are not finite "
             f"({', '.join(faulty[:2])}); the network will find nothing. Take the file of an earlier epoch"
         )
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Whether all values are finite; the sum tells it quickly, unless it is beyond the range itself."""
+    return math.isfinite(tensor.sum(dtype=torch.float32)) or bool(torch.isfinite(tensor).all())

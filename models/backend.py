@@ -183,7 +183,7 @@ class TorchRunner(nn.Module):
         model = build_model(load_checkpoint(path)).eval().requires_grad_(False)
         names = model.names
         if fuse:
-            model = inference_form(model)
+            model = inference_form(model, in_place=True)
         self.model = place(model, device)
         if fp16:
             self.model.half()

@@ -133,8 +133,18 @@ def parse_model(cfg: Mapping[str, object], ch: int | Sequence[int]) -> tuple[nn.
     builder = _RowBuilder(cfg, ch if isinstance(ch, int) else ch[0])
     rows = read_rows(cfg)
     layers = [builder.build(row) for row in rows]
-    saved = sorted(source % row.index for row in rows for source in row.sources if source != -1)
-    return nn.Sequential(*layers), saved
+    return nn.Sequential(*layers), kept_outputs(rows)
+
+
+def kept_outputs(rows: Sequence[Row]) -> list[int]:
+    """Return the rows whose output must be kept, because other rows than the next one read it."""
+    return sorted(source % row.index for row in rows for source in row.sources if source != -1)
+
+
+def number_row(module: nn.Module, row: Row) -> None:
+    """Tell the module of a row its number and where its inputs come from."""
+    module.i = row.index
+    module.f = list(row.sources) if row.is_list else row.sources[0]
 
 
 def set_network_constants(module: nn.Module) -> None:
@@ -196,8 +206,8 @@ class _RowBuilder:
             self._check_slices(row, args)
         module = self._construct(row, kind, args, repeats)
         self._track_stride(row, module)
-        module.i, module.type = row.index, dotted_path(kind)
-        module.f = list(row.sources) if row.is_list else row.sources[0]
+        number_row(module, row)
+        module.type = dotted_path(kind)
         module.np = sum(parameter.numel() for parameter in module.parameters())
         self.channels.append(out_channels)
         return module

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from models.blocks import Conv, RepConvN
 from models.flops import flops
 from models.heads import DDetect
-from models.parse import Row, read_rows
+from models.parse import Row, kept_outputs, number_row, read_rows
+from models.upstream import dotted_path
 
 if TYPE_CHECKING:
     from models.graph import DetectionModel
@@ -30,12 +31,11 @@ __all__ = [
     "fuse_modules",
     "fuse_repconvn",
     "inference_form",
+    "keep_lead_branch",
     "plan_single_head",
     "single_head_skeleton",
     "to_single_head",
 ]
-
-CARRIED_ATTRIBUTES = ("names", "nc", "hyp", "class_weights", "yaml_file")
 
 
 def _folding_dtype(weight: Tensor) -> torch.dtype:
@@ -55,50 +55,47 @@ def _folded(conv: nn.Conv2d, norm: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
     return conv.weight.to(dtype) * scale.view(-1, 1, 1, 1), norm.bias.to(dtype) + scale * shifted
 
 
-def _biased_copy(conv: nn.Conv2d, weight: Tensor, bias: Tensor) -> nn.Conv2d:
-    """Return a convolution of the same geometry with the given weight and bias, without gradients."""
-    fused = nn.Conv2d(
-        conv.in_channels,
-        conv.out_channels,
-        conv.kernel_size,
-        conv.stride,
-        conv.padding,
-        conv.dilation,
-        conv.groups,
-        device="meta",
-    )
-    fused.weight = nn.Parameter(weight.to(conv.weight.dtype), requires_grad=False)
-    fused.bias = nn.Parameter(bias.to(conv.weight.dtype), requires_grad=False)
-    return fused.train(conv.training)
-
-
-@torch.no_grad()
-def fuse_conv_bn(conv: nn.Conv2d, norm: nn.BatchNorm2d) -> nn.Conv2d:
-    """Return one biased convolution that equals ``norm(conv(x))`` in eval mode; the arguments stay as they are."""
-    return _biased_copy(conv, *_folded(conv, norm))
-
-
-@torch.no_grad()
-def fuse_repconvn(block: RepConvN) -> nn.Conv2d:
-    """Return one biased 3x3 convolution that equals the sum of both branches of ``block`` before its activation.
+def _folded_branches(block: RepConvN) -> tuple[Tensor, Tensor]:
+    """Return weight and bias of both branches of ``block`` as one convolution.
 
     The branches must still carry their norms. The 1x1 weight goes to the centre of the 3x3 kernel.
     """
     weight, bias = _folded(block.conv1.conv, block.conv1.bn)
     point_weight, point_bias = _folded(block.conv2.conv, block.conv2.bn)
-    return _biased_copy(block.conv1.conv, weight + F.pad(point_weight, (1, 1, 1, 1)), bias + point_bias)
+    return weight + F.pad(point_weight, (1, 1, 1, 1)), bias + point_bias
 
 
+def _with_values(conv: nn.Conv2d, weight: Tensor, bias: Tensor) -> nn.Conv2d:
+    """Give a convolution another weight and a bias, both without gradients, and return it."""
+    dtype = conv.weight.dtype
+    conv.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
+    conv.bias = nn.Parameter(bias.to(dtype), requires_grad=False)
+    return conv
+
+
+@torch.no_grad()
+def fuse_conv_bn(conv: nn.Conv2d, norm: nn.BatchNorm2d) -> nn.Conv2d:
+    """Return one biased convolution that equals ``norm(conv(x))`` in eval mode; the arguments stay as they are."""
+    return _with_values(copy.deepcopy(conv), *_folded(conv, norm))
+
+
+@torch.no_grad()
+def fuse_repconvn(block: RepConvN) -> nn.Conv2d:
+    """Return one biased 3x3 convolution that equals the sum of both branches of ``block`` before its activation."""
+    return _with_values(copy.deepcopy(block.conv1.conv), *_folded_branches(block))
+
+
+@torch.no_grad()
 def fuse_modules(module: nn.Module) -> None:
     """Fold all norms below ``module`` in place. Already folded blocks are skipped."""
     # A RepConvN is folded from the norms of its inner blocks, so it has to come before those.
     for block in list(module.modules()):
         if isinstance(block, RepConvN) and not block.is_fused:
-            block.conv = fuse_repconvn(block)
+            block.conv = _with_values(block.conv1.conv, *_folded_branches(block))
             del block.conv1, block.conv2
     for block in module.modules():
         if isinstance(block, Conv) and block.bn is not None:
-            block.conv = fuse_conv_bn(block.conv, block.bn)
+            _with_values(block.conv, *_folded(block.conv, block.bn))
             block.bn = None
 
 
@@ -175,30 +172,41 @@ def single_head_skeleton(model: DetectionModel) -> DetectionModel:
     return single
 
 
-@torch.no_grad()
+def keep_lead_branch(model: DetectionModel) -> DetectionModel:
+    """Reduce ``model`` itself to what its lead branch needs, with bit-equal results, and return it."""
+    if len(model.head.branch_names) == 1:
+        return model
+    plan = plan_single_head(model)
+    rows = read_rows(plan.yaml)
+    layers = [*(model.model[index] for index in plan.rows[:-1]), _lead_head(model.head, plan.head_names)]
+    for layer, row in zip(layers, rows, strict=True):
+        number_row(layer, row)
+    model.model = nn.Sequential(*layers).train(model.training)
+    model.yaml, model.save = plan.yaml, kept_outputs(rows)
+    vars(model).pop("_checkpoint_plan", None)  # of rows that are no longer there
+    return model
+
+
+def _lead_head(head: nn.Module, names: Mapping[str, str]) -> DDetect:
+    """Return a head with one branch, made of the last one of ``head``; ``names`` are its new and its old ones."""
+    boxes, _, _ = head.branches[-1]
+    with torch.device("meta"):
+        lead = DDetect(head.nc, [level[0].conv.in_channels for level in boxes], head.inplace)
+    for name, source in names.items():
+        setattr(lead, name, getattr(head, source))
+    lead.stride, lead.type = head.stride, dotted_path(DDetect)
+    lead.np = sum(parameter.numel() for parameter in lead.parameters())
+    return lead
+
+
 def to_single_head(model: DetectionModel) -> DetectionModel:
     """Return a copy of ``model`` that computes the lead branch only, with bit-equal results.
 
-    Weights, precision, device, mode, ``names`` and training attributes carry over; ``model`` is left alone.
+    Weights, precision, device, mode and everything else that ``model`` carries stay; ``model`` is left alone.
     """
-    if len(model.head.branch_names) == 1:
-        return copy.deepcopy(model)
-    plan = plan_single_head(model)
-    single = single_head_skeleton(model)
-    if is_fused(model):
-        fuse_modules(single)
-    source = model.state_dict(keep_vars=True)
-    chosen = {key: source[plan.source_key(key)] for key in single.state_dict()}
-    single.load_state_dict({key: value.detach().clone() for key, value in chosen.items()}, strict=True, assign=True)
-    for key, parameter in single.named_parameters():
-        parameter.requires_grad_(chosen[key].requires_grad)
-    single.head.stride = model.head.stride.clone()
-    for name in CARRIED_ATTRIBUTES:
-        if name in model.__dict__:
-            setattr(single, name, copy.deepcopy(model.__dict__[name]))
-    return single.train(model.training)
+    return keep_lead_branch(copy.deepcopy(model))
 
 
-def inference_form(model: DetectionModel) -> DetectionModel:
-    """Return a copy of ``model`` for deployment: lead branch only, folded, in eval mode."""
-    return to_single_head(model).eval().fuse()
+def inference_form(model: DetectionModel, *, in_place: bool = False) -> DetectionModel:
+    """Return ``model``, or by default a copy of it, as deployed: lead branch only, folded, in eval mode."""
+    return (keep_lead_branch if in_place else to_single_head)(model).eval().fuse()

@@ -11,18 +11,19 @@ from __future__ import annotations
 import io
 import math
 import pickle
-import pickletools
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from models.file_kinds import HEAD_BYTES, describe_foreign_file
+from models.load_claims import UnsafeWeightsError, WeightsFileError, check_claims
+from models.load_entries import Entries
 
 FOREIGN_PREFIXES = ("models.", "torch.nn.modules.")
 """Modules whose classes are recorded, never imported: the network definition inside an upstream file."""
@@ -73,14 +74,6 @@ MALFORMED = (
     MemoryError,
 )
 """What a damaged pickle makes the unpickler raise; whatever the type, the file is at fault."""
-
-
-class WeightsFileError(ValueError):
-    """A file cannot be read as weights; the message names the file and the reason."""
-
-
-class UnsafeWeightsError(WeightsFileError):
-    """A file asks for a class or function outside the table; nothing of it was run."""
 
 
 class ForeignObject:
@@ -173,9 +166,9 @@ def read_torch_file(path: str | Path) -> Any:
     path = Path(path)
     check_is_archive(path)
     try:
-        with zipfile.ZipFile(path) as archive:
+        with path.open("rb") as stream, zipfile.ZipFile(stream) as archive:
             _check_entries(archive, path.stat().st_size)
-            return _replace_arrays(_TableUnpickler(archive).load(), {})
+            return _replace_arrays(_TableUnpickler(archive, stream).load(), {})
     except WeightsFileError as error:
         raise type(error)(f"{path}: {error}") from None
     except zipfile.BadZipFile as error:
@@ -267,8 +260,8 @@ class _Substitute:
 class _TableUnpickler(pickle.Unpickler):
     """One reading of one archive; record classes are created per reading, so that no file can alter the next one."""
 
-    def __init__(self, archive: zipfile.ZipFile) -> None:
-        self.archive = archive
+    def __init__(self, archive: zipfile.ZipFile, stream: BinaryIO) -> None:
+        self.archive, self.entries = archive, Entries(archive, stream)
         names = archive.namelist()
         self.folder = _pickle_folder(names)
         order = f"{self.folder}byteorder"
@@ -285,7 +278,7 @@ class _TableUnpickler(pickle.Unpickler):
                 "save weights only, without data beside them"
             )
         pickled = archive.read(entry)
-        _check_claims(pickled)
+        check_claims(pickled)
         super().__init__(io.BytesIO(pickled))
 
     def find_class(self, module: str, name: str) -> Any:
@@ -308,25 +301,10 @@ class _TableUnpickler(pickle.Unpickler):
             expected = count * kind.dtype.itemsize
             if info.file_size != expected:
                 raise WeightsFileError(f"storage {key} has {info.file_size} bytes instead of {expected}")
-            raw = bytearray(self.archive.read(info))
+            raw = self.entries.read(info)
             flat = torch.frombuffer(raw, dtype=kind.dtype) if raw else torch.empty(0, dtype=kind.dtype)
             self.storages[key] = flat
         return self.storages[key]
-
-
-def _check_claims(pickled: bytes) -> None:
-    """Read over the instructions without following them; refuse sizes that the data do not have.
-
-    The unpickler reserves memory for whatever a length or a memo number claims, before it looks for the data.
-    """
-    try:
-        for instruction, argument, _ in pickletools.genops(pickled):
-            if instruction.name in ("PUT", "BINPUT", "LONG_BINPUT") and argument > len(pickled):
-                raise UnsafeWeightsError(f"claims {argument:,} stored objects in {len(pickled):,} bytes")
-    except UnsafeWeightsError:
-        raise
-    except ValueError as error:
-        raise WeightsFileError(f"the data inside are damaged ({error})") from None
 
 
 def _foreign_class(path: str) -> type[ForeignObject]:
@@ -358,8 +336,9 @@ def _substitutes() -> dict[str, Any]:
 
 def _pickle_folder(names: list[str]) -> str:
     """Find the folder of ``data.pkl`` inside the archive, with a trailing slash."""
-    found = [PurePosixPath(name).parts for name in names if PurePosixPath(name).name == "data.pkl"]
-    if any(PurePosixPath(name).name == "constants.pkl" for name in names):
+    pickles = [PurePosixPath(name).parts for name in names if ".pkl" in name]  # a path takes long to make
+    found = [parts for parts in pickles if parts[-1] == "data.pkl"]
+    if any(parts[-1] == "constants.pkl" for parts in pickles):
         raise WeightsFileError(
             "is a TorchScript program; run it with detect_dual.py or val_dual.py under a name with .torchscript"
         )

@@ -16,6 +16,7 @@ from utils import runtime
 from utils.runtime import (
     autocast,
     check_img_size,
+    foreseen_device,
     init_seeds,
     limit_threads,
     memory_gb,
@@ -132,12 +133,31 @@ def test_waking_a_device_that_fails_leaves_the_error_to_its_user(
         raise torch.OutOfMemoryError("none left")
 
     monkeypatch.setattr(torch, "zeros", zeros)
+    wake.cache_clear()
     wake(torch.device("cpu"))
     assert not new_threads()
+    wake(torch.device("cuda:0"))
     wake(torch.device("cuda:0"))
     for thread in [thread for thread in threading.enumerate() if thread.name == "wake"]:
         thread.join()
     assert asked == [torch.device("cuda:0")]
+    wake.cache_clear()
+
+
+@pytest.mark.parametrize("count", [0, 2])
+@pytest.mark.parametrize("name", ["", "auto", "cuda", "cpu", "mps", "0", "1", "cuda:1", 1, "7", "0,1", "gpu"])
+def test_the_device_is_foreseen_as_it_will_be_chosen(
+    monkeypatch: pytest.MonkeyPatch, name: str | int, count: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(runtime, "_announce", lambda device, _="": device)
+    try:
+        chosen = select_device(name)
+    except ValueError:
+        chosen = torch.device("cpu")
+    assert foreseen_device(name) == chosen
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import platform
@@ -99,6 +100,13 @@ def select_device(device: str | int | torch.device = "", batch_size: int = 0) ->
     return _announce(torch.device(f"cuda:{name}"))
 
 
+def foreseen_device(device: str | int | torch.device = "") -> torch.device:
+    """Return what :func:`select_device` is going to choose, without a word; the CPU where that refuses."""
+    index = "0" if is_automatic(device) else _device_name(device)
+    is_there = index.isdecimal() and torch.cuda.is_available() and int(index) < torch.cuda.device_count()
+    return torch.device(f"cuda:{index}" if is_there else "cpu")
+
+
 def is_automatic(device: str | int | torch.device) -> bool:
     """Whether a value of ``--device`` leaves the choice to this program."""
     return _device_name(device) in AUTOMATIC_DEVICES
@@ -169,6 +177,7 @@ def place(model: nn.Module, device: torch.device) -> nn.Module:
     return model.to(device)
 
 
+@functools.cache  # once is enough
 def wake(device: torch.device) -> None:
     """Begin to load what the first computation on a GPU needs, in a thread beside whatever comes next."""
     if device.type == "cuda":

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
+import os
+import subprocess
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
+import pytest
 
 from bench.clips import make_clip, write_plot
+from bench.detect import measure_single
 from bench.slicing import compose, measure
 from tests.deploy.fakes import ColourBackend, picture, read_video, write_picture, write_video
 from utils.deploy.predictor import Predictor
@@ -45,3 +51,28 @@ def test_the_plot_is_a_line_from_zero(tmp_path: Path) -> None:
     line = next(node for node in tree if node.tag.endswith("polyline")).attrib["points"].split()
     heights = [250 - float(point.split(",")[1]) for point in line]
     assert len(line) == 2 and abs(heights[1] - 2 * heights[0]) < 0.2
+
+
+def test_one_picture_is_timed_with_bytecode_beside_the_start_of_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[list[str]] = []
+
+    def run(command: list[str], *, env: dict[str, str], **_: object) -> subprocess.CompletedProcess[str]:
+        calls.append(command)
+        assert "PYTHONDONTWRITEBYTECODE" not in env and Path(env["PYTHONPYCACHEPREFIX"]).is_relative_to(tmp_path)
+        assert env["PATH"] == os.environ["PATH"]
+        return subprocess.CompletedProcess(command, int("fails" in str(command)), "found it", "no such thing")
+
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.setattr(subprocess, "run", run)
+    options = argparse.Namespace(single=Path(), imgsz=640, device="cpu", runs=2)
+    figures = measure_single(options, Path("best.pt"), tmp_path)
+    assert [command[1] for command in calls] == ["detect_dual.py", "-c"] * 3
+    assert all(command[0] == sys.executable for command in calls) and (tmp_path / "picture.jpg").exists()
+    assert "device='cpu'" in calls[1][2]
+    whole, alone = figures.split("; torch alone: ")
+    assert whole.startswith("one picture with imports, bytecode kept: ") and "(first 0.00 s)" in whole
+    assert alone == "0.00 0.00 s"
+    with pytest.raises(RuntimeError, match="detect_dual.py failed:\nfound itno such thing"):
+        measure_single(options, Path("fails.pt"), tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -541,6 +542,29 @@ def test_no_plural_is_made_of_a_name_that_has_one_or_takes_none(name: str) -> No
 
 
 # --- whole ---
+
+
+@pytest.mark.parametrize(("name", "is_woken"), [("best.pt", True), ("best.onnx", False), ("a_openvino_model", False)])
+def test_the_card_is_woken_for_weights_of_torch_before_anything_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_woken: bool
+) -> None:
+    """Other formats may not run on it at all, and then it keeps its memory."""
+    steps: list[str] = []
+
+    class Started(Exception):
+        """The detector is about to work."""
+
+    def run(_: Detector) -> None:
+        raise Started
+
+    monkeypatch.setattr("utils.runtime.foreseen_device", lambda device: f"cuda:{device}")
+    monkeypatch.setattr("utils.runtime.wake", steps.append)
+    monkeypatch.setattr(Detector, "run", run)
+    with pytest.raises(Started):
+        detect_dual.main(["--weights", str(tmp_path / name), "--device", "1"])
+    assert steps == (["cuda:1"] if is_woken else [])
+    assert gc.isenabled() and gc.get_freeze_count()  # what was loaded is no more looked through for garbage
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import torch
 
 from models.assemble import assemble, skeleton
 from models.checkpoint import Checkpoint, build_model, info, load_checkpoint, save_checkpoint
+from models.graph import DetectionModel
 from tests.reference.tiny import TINY_DUAL, tiny_dual
 from utils.log import LOGGER
 
@@ -25,6 +26,19 @@ def warnings(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     told: list[str] = []
     monkeypatch.setattr(LOGGER, "warning", lambda text, *_: told.append(str(text)))
     yield told
+
+
+def test_assembled_is_what_torch_loads_and_owns_its_tensors(state: dict[str, torch.Tensor]) -> None:
+    given = {key: tensor.half() if tensor.is_floating_point() else tensor for key, tensor in state.items()}
+    model, expected = assemble(TINY_DUAL, given), DetectionModel(TINY_DUAL)
+    expected.load_state_dict(given)
+    places = {tensor.data_ptr() for tensor in given.values()}
+    assert list(model.state_dict()) == list(expected.state_dict())
+    for key, tensor in model.state_dict().items():
+        assert tensor.dtype == expected.state_dict()[key].dtype and torch.equal(tensor, expected.state_dict()[key])
+        assert tensor.data_ptr() not in places
+    flags = {name: parameter.requires_grad for name, parameter in expected.named_parameters()}
+    assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == flags
 
 
 DAMAGED = {
@@ -85,6 +99,14 @@ def test_values_that_are_not_finite_are_told(state: dict[str, torch.Tensor], war
     assemble(TINY_DUAL, state | {"model.1.conv.weight": state["model.1.conv.weight"] * float("nan")})
     (text,) = warnings
     assert "1 of" in text and "model.1.conv.weight" in text and "find nothing" in text
+
+
+def test_finite_values_whose_sum_is_beyond_the_range_are_no_alarm(
+    state: dict[str, torch.Tensor], warnings: list[str]
+) -> None:
+    key = "model.1.conv.weight"
+    assemble(TINY_DUAL, {**state, key: torch.full_like(state[key], 3e38)})
+    assert not warnings
 
 
 def test_class_bias_of_another_shape_is_no_head(state: dict[str, torch.Tensor]) -> None:

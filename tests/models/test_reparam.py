@@ -19,6 +19,7 @@ from models.reparam import (
     fuse_conv_bn,
     fuse_repconvn,
     inference_form,
+    keep_lead_branch,
     plan_single_head,
     single_head_skeleton,
     to_single_head,
@@ -89,6 +90,38 @@ def test_recorded_key_table_and_output(dual, single, golden):
     found = prediction_of(converted, random_images(1, (1, 3, 128, 160)))
     assert_matches(found[:, :4], recorded["out"]["box"], 1.0)
     assert_matches(found[:, 4:], recorded["out"]["cls"], 5e-3)
+
+
+@pytest.mark.parametrize("name", [*PAIRS, "yolov9-cf"])
+def test_reducing_in_place_gives_what_is_built_anew(name):
+    with torch.device("meta"):
+        model = DetectionModel(f"{name}.yaml", nc=4)
+        model.head.set_hidden_widths([(64, 24)] * len(model.head.branch_names))
+        model.finish_blocks()
+    expected = single_head_skeleton(model)
+    found = keep_lead_branch(model)
+    assert found is model and repr(found) == repr(expected)
+    assert digest(found.state_dict().items()) == digest(expected.state_dict().items())
+    assert (found.save, found.yaml) == (expected.save, expected.yaml)
+    assert torch.equal(found.stride, expected.stride) and torch.equal(found.head.stride, expected.head.stride)
+    for own, other in zip(found.model, expected.model, strict=True):
+        assert (own.i, own.f, own.type) == (other.i, other.f, other.type)
+        assert own.np == sum(parameter.numel() for parameter in own.parameters())
+    for own, other in zip(found.modules(), expected.modules(), strict=True):
+        if isinstance(own, nn.BatchNorm2d):
+            assert (own.eps, own.momentum) == (other.eps, other.momentum)
+
+
+def test_inference_form_in_place_is_that_of_the_copy():
+    model = DetectionModel("yolov9-t.yaml", nc=2)
+    fill_in_key_order(model.state_dict(), seed=3)
+    images = random_images(1, (1, 3, 64, 64))
+    before = copy.deepcopy(model.state_dict())
+    expected = prediction_of(inference_form(model), images)
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    reduced = inference_form(model, in_place=True)
+    assert reduced is model and torch.equal(prediction_of(reduced, images), expected)
+    assert not model.training and not any(parameter.requires_grad for parameter in model.parameters())
 
 
 def test_triple_head_keeps_its_last_branch():
