@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from utils.kernels.biased import convolve_pointwise
 from utils.kernels.layout import can_launch
 from utils.kernels.moves import concatenate, fork
-from utils.kernels.norm_parts import bn_act_parts, bn_add_act_joint
+from utils.kernels.norm_parts import bn_act_beside, bn_act_parts, bn_add_act_joint
 
 
 def is_watched(module: nn.Module) -> bool:
@@ -84,3 +85,17 @@ def _joint_convolution(x: Tensor, blocks: Sequence[nn.Module]) -> Tensor:
         for each, border in zip(convolutions, borders, strict=True)
     ]
     return F.conv2d(x, torch.cat(weights), None, convolutions[0].stride, largest // 2)
+
+
+def joint_end(maps: Sequence[Tensor], blocks: Sequence[nn.Module], ends: Sequence[nn.Conv2d]) -> Tensor:
+    """Return ``end(block(x))`` for each of ``maps`` beside each other, from one 1x1 convolution.
+
+    Its weight has those of ``ends``, and those of their groups, along the diagonal and zeros elsewhere: what it
+    multiplies in vain costs less than copying the results and cutting their gradient.
+    """
+    hidden = bn_act_beside(
+        [block.conv(x) for block, x in zip(blocks, maps, strict=True)], [block.bn for block in blocks], blocks[0].act
+    )
+    groups = [group.flatten(1) for end in ends for group in end.weight.to(hidden.dtype).chunk(end.groups)]
+    weight = torch.block_diag(*groups)[..., None, None]
+    return convolve_pointwise(hidden, weight, torch.cat([end.bias for end in ends]))

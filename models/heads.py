@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from models.blocks import DFL, Conv, without_autocast
-from models.fast_paths import beside, is_watched, joint_parts, trains_fast
+from models.fast_paths import is_watched, joint_end, joint_parts, trains_fast
 from models.upstream import known_as
 
 Maps = list[Tensor]
@@ -47,7 +47,7 @@ def _level(x: Tensor, box: nn.Sequential, cls: nn.Sequential) -> Tensor:
     if not trains_fast(box[0]) or is_watched(box) or is_watched(cls):
         return torch.cat((box(x), cls(x)), 1)
     first, second = joint_parts(x, (box[0], cls[0]))
-    return beside((box[2](box[1](first)), cls[2](cls[1](second))), box[0])
+    return joint_end((first, second), (box[1], cls[1]), (box[2], cls[2]))
 
 
 class _BranchedHead(nn.Module):

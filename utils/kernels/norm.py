@@ -150,13 +150,17 @@ class _NormAct(torch.autograd.Function):
 
 
 def forward_pass(
-    maps: Sequence[Tensor], norms: Sequence[nn.BatchNorm2d], has_silu: bool, residual: Tensor | None = None
+    maps: Sequence[Tensor],
+    norms: Sequence[nn.BatchNorm2d],
+    has_silu: bool,
+    residual: Tensor | None = None,
+    into: Tensor | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
     """Return activation(norm(x) [+ norm(other)]) [+ residual], and the statistics (2, C) of each map."""
     branches = [
         Branch(x, norm.weight, norm.bias, batch_statistics(x, norm)) for x, norm in zip(maps, norms, strict=True)
     ]
-    return normalise(branches, residual, has_silu), [branch.statistics for branch in branches]
+    return normalise(branches, residual, has_silu, into), [branch.statistics for branch in branches]
 
 
 def backward_pass(
@@ -212,16 +216,19 @@ def batch_statistics(x: Tensor, bn: nn.BatchNorm2d) -> Tensor:
     return statistics
 
 
-def normalise(branches: Sequence[Branch], residual: Tensor | None, has_silu: bool) -> Tensor:
-    """Return activation(norm(x) [+ norm(other)]) [+ residual] as a channels_last map."""
+def normalise(
+    branches: Sequence[Branch], residual: Tensor | None, has_silu: bool, into: Tensor | None = None
+) -> Tensor:
+    """Return activation(norm(x) [+ norm(other)]) [+ residual] as a channels_last map, written ``into`` one if given."""
     from utils.kernels.programs import norm_forward
 
     x = branches[0].x
-    y = torch.empty_like(x, memory_format=torch.channels_last)
+    y = torch.empty_like(x, memory_format=torch.channels_last) if into is None else into
     cut = tiling(x, APPLY_VALUES)
     second = branches[1].arguments if len(branches) > 1 else NO_BRANCH
     norm_forward.apply_norms[(cut.columns * cut.tiles,)](
         y,
+        row_stride(y),
         *branches[0].arguments,
         *second,
         residual,

@@ -56,6 +56,33 @@ def add_rows(
     store_rows(y, values, first, rows, channels, columns, is_column, BLOCK_R)
 
 
+@triton.jit(do_not_specialize=["rows", "tiles"])
+def partial_totals(
+    x: tl.tensor,
+    x_stride: int,
+    partials: tl.tensor,  # (programs, C)
+    rows: int,
+    channels: int,
+    tiles: int,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Sums over the rows of one program: every so many tiles of 4 * BLOCK_R rows."""
+    ACC: tl.constexpr = partials.dtype.element_ty
+    columns = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    is_column = columns < channels
+    program, programs = tl.program_id(1), tl.num_programs(1)
+    total = tl.zeros((BLOCK_R, BLOCK_C), ACC)
+    for visit in range(0, (tiles - program + programs - 1) // programs):
+        first = (program + visit * programs) * (4 * BLOCK_R)
+        a = load_rows(x, x_stride, first, rows, columns, is_column, ACC, BLOCK_R)
+        b = load_rows(x, x_stride, first + BLOCK_R, rows, columns, is_column, ACC, BLOCK_R)
+        c = load_rows(x, x_stride, first + 2 * BLOCK_R, rows, columns, is_column, ACC, BLOCK_R)
+        d = load_rows(x, x_stride, first + 3 * BLOCK_R, rows, columns, is_column, ACC, BLOCK_R)
+        total += (a + b) + (c + d)
+    tl.store(partials + program * channels + columns, tl.sum(total, 0), mask=is_column)
+
+
 @triton.jit
 def _place(width, channels, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr):
     """Line of all images, columns of positions and channels of this program, and which of them exist."""

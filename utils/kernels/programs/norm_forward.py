@@ -186,6 +186,7 @@ def _normalised(
 @triton.jit(do_not_specialize=["rows"])
 def apply_norms(
     y: tl.tensor,
+    y_stride: int,
     x: tl.tensor,
     x_stride: int,
     statistics: tl.tensor,  # (2, C)
@@ -219,4 +220,4 @@ def apply_norms(
         z = z * sigmoid(z)
     if residual is not None:
         z += load_rows(residual, residual_stride, first, rows, columns, is_column, statistics.dtype.element_ty, BLOCK_R)
-    store_rows(y, z, first, rows, channels, columns, is_column, BLOCK_R)
+    store_rows(y, z, first, rows, y_stride, columns, is_column, BLOCK_R)
