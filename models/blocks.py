@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.fast_paths import beside, joint_sum, trains_fast
+from models.fast_paths import beside, convolution, joint_sum, trains_fast
 from models.upstream import known_as
 from utils.kernels.moves import enlarge_nearest
 from utils.kernels.norm import bn_act, bn_add_act
@@ -96,7 +96,7 @@ class Conv(nn.Module):
         self.act = _activation(act)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.conv(x)
+        x = convolution(self, x)
         if self.bn is not None:
             if self.uses_kernels:
                 return bn_act(x, self.bn, self.act)
@@ -106,13 +106,13 @@ class Conv(nn.Module):
     def parts(self, x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
         """Return ``self(x)`` cut into parts of ``widths`` channels."""
         if self.uses_kernels and self.bn is not None:
-            return bn_act_parts(self.conv(x), [self.bn], self.act, widths)
+            return bn_act_parts(convolution(self, x), [self.bn], self.act, widths)
         return self(x).split(widths, 1)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """Return ``residual + self(x)``."""
         if self.uses_kernels and self.bn is not None:
-            return bn_act(self.conv(x), self.bn, self.act, residual)
+            return bn_act(convolution(self, x), self.bn, self.act, residual)
         return residual + self(x)
 
 

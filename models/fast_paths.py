@@ -17,6 +17,7 @@ from utils.kernels.biased import convolve_pointwise
 from utils.kernels.layout import can_launch
 from utils.kernels.moves import concatenate, fork
 from utils.kernels.norm_parts import bn_act_beside, bn_act_parts, bn_add_act_joint
+from utils.kernels.weight_gradient import convolve
 
 
 def is_watched(module: nn.Module) -> bool:
@@ -42,6 +43,14 @@ def two_readers(x: Tensor, block: nn.Module) -> tuple[Tensor, Tensor]:
     return fork(x) if trains_fast(block) else (x, x)
 
 
+def convolution(block: nn.Module, x: Tensor) -> Tensor:
+    """Return ``block.conv(x)``, with the weight gradient of an own kernel where that is faster."""
+    conv = block.conv
+    if trains_fast(block) and _is_simple(conv) and not is_watched(conv):
+        return convolve(x, conv.weight, conv.stride[0], conv.padding[0])
+    return conv(x)
+
+
 def joint_parts(x: Tensor, blocks: Sequence[nn.Module]) -> Sequence[Tensor]:
     """Return ``[block(x) for block in blocks]`` from one convolution, which reads ``x`` once."""
     if not _joins(x, blocks):
@@ -64,14 +73,21 @@ def _joins(x: Tensor, blocks: Sequence[nn.Module]) -> bool:
         return False
     if any(type(block.act) is not type(blocks[0].act) or is_watched(block) for block in blocks):
         return False
-    return all(
-        each.groups == 1
-        and each.bias is None
-        and each.dilation == (1, 1)
-        and each.stride == blocks[0].conv.stride
-        and each.kernel_size[0] == each.kernel_size[1]
-        and each.padding == (each.kernel_size[0] // 2,) * 2
-        for each in (block.conv for block in blocks)
+    return all(_is_simple(block.conv) and block.conv.stride == blocks[0].conv.stride for block in blocks)
+
+
+def _is_simple(conv: nn.Conv2d) -> bool:
+    """Whether a convolution has nothing but a square kernel of odd size, the border of zeros for it, and a stride."""
+    size, stride = conv.kernel_size[0], conv.stride[0]
+    return (
+        conv.kernel_size == (size, size)
+        and size % 2 == 1
+        and conv.padding == (size // 2, size // 2)
+        and conv.padding_mode == "zeros"
+        and conv.stride == (stride, stride)
+        and conv.dilation == (1, 1)
+        and conv.groups == 1
+        and conv.bias is None
     )
 
 
@@ -84,7 +100,7 @@ def _joint_convolution(x: Tensor, blocks: Sequence[nn.Module]) -> Tensor:
         F.pad(each.weight, (border,) * 4) if border else each.weight
         for each, border in zip(convolutions, borders, strict=True)
     ]
-    return F.conv2d(x, torch.cat(weights), None, convolutions[0].stride, largest // 2)
+    return convolve(x, torch.cat(weights), convolutions[0].stride[0], largest // 2)
 
 
 def joint_end(maps: Sequence[Tensor], blocks: Sequence[nn.Module], ends: Sequence[nn.Conv2d]) -> Tensor:
@@ -94,7 +110,9 @@ def joint_end(maps: Sequence[Tensor], blocks: Sequence[nn.Module], ends: Sequenc
     multiplies in vain costs less than copying the results and cutting their gradient.
     """
     hidden = bn_act_beside(
-        [block.conv(x) for block, x in zip(blocks, maps, strict=True)], [block.bn for block in blocks], blocks[0].act
+        [convolution(block, x) for block, x in zip(blocks, maps, strict=True)],
+        [block.bn for block in blocks],
+        blocks[0].act,
     )
     groups = [group.flatten(1) for end in ends for group in end.weight.to(hidden.dtype).chunk(end.groups)]
     weight = torch.block_diag(*groups)[..., None, None]

@@ -22,6 +22,7 @@ PROGRAMS = (
     "loss_maps",
     "loss_assign",
     "loss_slots",
+    "weight_gradient",
 )
 INTERPRETED = {"TRITON_INTERPRET": "1"}
 

@@ -145,3 +145,22 @@ def count_joint(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(fast_paths, "_joint_convolution", counting)
     return calls
+
+
+@pytest.mark.parametrize("is_watched", [False, True])
+def test_weight_gradients_of_narrow_convolutions(is_watched: bool, device: torch.device) -> None:
+    """In half precision by an own kernel, unless a hook waits for the call of the convolution."""
+    torch.manual_seed(0)
+    plain = Conv(32, 48, 3).to(device, memory_format=torch.channels_last).train()
+    fused = fused_copy(plain)
+    called: list[int] = []
+    if is_watched:
+        fused.conv.register_forward_hook(lambda *_: called.append(1))
+    x = channels_last(torch.randn(2, 32, 9, 7, device=device).half())
+    fused.conv.half()
+    found = fast_paths.convolution(fused, x)
+    assert ("_Convolution" in type(found.grad_fn).__name__) == (not is_watched)
+    assert len(called) == is_watched
+    wanted = torch.nn.grad.conv2d_weight(x.cpu().double(), (48, 32, 3, 3), torch.ones(2, 48, 9, 7).double(), 1, 1)
+    gradient = torch.autograd.grad(found.sum(), fused.conv.weight)[0].cpu().double()
+    assert float((gradient - wanted).abs().max()) <= 1e-3 * float(wanted.abs().max())
