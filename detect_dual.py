@@ -16,10 +16,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = DetectOptions.from_cli(argv)
     gc.disable()  # what is loaded here stays: looking for garbage in it takes 0.1 s now, and 0.4 s at the end
     # after parsing, so that --help answers without loading torch
+    from utils.nms import rehearse_suppression
     from utils.runtime import foreseen_device, wake
 
     if all(Path(name).suffix == ".pt" for name in options.weights):
-        wake(foreseen_device(options.device))  # beside the loading of what follows
+        wake(foreseen_device(options.device), rehearse_suppression)  # beside the loading of what follows
     from utils.deploy.detector import Detector
 
     gc.freeze()

@@ -240,3 +240,12 @@ def test_card_and_processor_agree(half: bool) -> None:
     expected = non_max_suppression(prediction, **options)
     found = non_max_suppression(prediction.cuda(), **options)
     assert all(torch.equal(mine.cpu(), theirs) for mine, theirs in zip(found, expected, strict=True))
+
+
+def test_a_rehearsal_suppresses_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes through every step: boxes are found and thrown out."""
+    found = []
+    suppress = nms._suppress
+    monkeypatch.setattr(nms, "_suppress", lambda *arguments: found.append(suppress(*arguments)))
+    nms.rehearse_suppression(torch.device("cpu"))
+    assert [len(rows[0]) for rows in found] == [1, 2]  # one box, then the same box as two classes

@@ -160,6 +160,17 @@ def test_the_device_is_foreseen_as_it_will_be_chosen(
     assert foreseen_device(name) == chosen
 
 
+def test_what_comes_after_the_first_computation_is_rehearsed() -> None:
+    rehearsed: list[torch.device] = []
+    runtime._first_computation(torch.device("cpu"), rehearsed.append)
+    assert rehearsed == [torch.device("cpu")]
+
+    def fail(_: torch.device) -> None:
+        raise RuntimeError("out of memory")
+
+    runtime._first_computation(torch.device("cpu"), fail)  # whoever needs the device will say it
+
+
 @pytest.mark.gpu
 def test_waking_a_device(new_threads: Callable[[], list[str]]) -> None:
     wake(torch.device("cuda:0"))

@@ -88,6 +88,13 @@ def non_max_suppression(
     return _suppress(candidates, len(prediction), iou_thres, agnostic, max_det)
 
 
+def rehearse_suppression(device: torch.device) -> None:
+    """Suppress a few boxes on ``device``: a GPU loads each operation when it is first used, 0.3 s for all of these."""
+    prediction = torch.full((1, 6, 64), 0.5, device=device)  # the same box, by two classes, again and again
+    non_max_suppression(prediction)
+    non_max_suppression(prediction, multi_label=True)
+
+
 def _lead_tensor(output: Tensor | Sequence) -> Tensor:
     """Find (B, channels, A) in nested output of a model: of the branches decoded side by side the last one leads."""
     while not isinstance(output, Tensor):

@@ -9,6 +9,7 @@ import os
 import platform
 import random
 import threading
+from collections.abc import Callable
 
 import cv2
 import numpy as np
@@ -178,16 +179,21 @@ def place(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 @functools.cache  # once is enough
-def wake(device: torch.device) -> None:
-    """Begin to load what the first computation on a GPU needs, in a thread beside whatever comes next."""
+def wake(device: torch.device, rehearse: Callable[[torch.device], object] | None = None) -> None:
+    """Begin to load what the first computation on a GPU needs, in a thread beside whatever comes next.
+
+    ``rehearse`` is called with the device there: it runs on something small what will be needed besides convolutions.
+    """
     if device.type == "cuda":
-        threading.Thread(target=_first_computation, args=(device,), name="wake").start()
+        threading.Thread(target=_first_computation, args=(device, rehearse), name="wake").start()
 
 
-def _first_computation(device: torch.device) -> None:
+def _first_computation(device: torch.device, rehearse: Callable[[torch.device], object] | None) -> None:
     with contextlib.suppress(RuntimeError), torch.no_grad():  # whoever needs the device will meet the error as well
         image = torch.zeros(1, 8, 32, 32, device=device).contiguous(memory_format=picture_layout(device))
         torch.nn.functional.conv2d(image, torch.zeros(8, 8, 3, 3, device=device))
+        if rehearse is not None:
+            rehearse(device)
 
 
 def synchronise(device: torch.device) -> None:

@@ -558,7 +558,7 @@ def test_the_card_is_woken_for_weights_of_torch_before_anything_else(
         raise Started
 
     monkeypatch.setattr("utils.runtime.foreseen_device", lambda device: f"cuda:{device}")
-    monkeypatch.setattr("utils.runtime.wake", steps.append)
+    monkeypatch.setattr("utils.runtime.wake", lambda device, rehearse: steps.append(device))
     monkeypatch.setattr(Detector, "run", run)
     with pytest.raises(Started):
         detect_dual.main(["--weights", str(tmp_path / name), "--device", "1"])
