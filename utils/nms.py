@@ -206,9 +206,10 @@ def _resolve(boxes: Tensor, label: Tensor, is_free: Tensor, iou_thres: float) ->
 
 def _overlapping(first: Tensor, first_label: Tensor, second: Tensor, second_label: Tensor, iou_thres: float) -> Tensor:
     """Tell of boxes (b, K, 4) and (b, M, 4) which pairs are of one class and have an IoU above the threshold."""
-    ax1, ay1, ax2, ay2 = first[:, :, None].unbind(-1)  # (b, K, 1)
-    bx1, by1, bx2, by2 = second[:, None].unbind(-1)  # (b, 1, M)
-    shared = (torch.minimum(ax2, bx2) - torch.maximum(ax1, bx1)).clamp_(min=0)
-    shared *= (torch.minimum(ay2, by2) - torch.maximum(ay1, by1)).clamp_(min=0)
-    union = (ax2 - ax1) * (ay2 - ay1) + (bx2 - bx1) * (by2 - by1) - shared
-    return (shared > union.mul_(iou_thres)) & (first_label[:, :, None] == second_label[:, None])
+    ax1, ay1, ax2, ay2 = first.movedim(-1, 0)[..., None]  # (b, K, 1) each
+    bx1, by1, bx2, by2 = second.movedim(-1, 0).contiguous()[:, :, None]  # (b, 1, M) each, numbers side by side
+    # In place, as each of these tables is large: on a CPU fresh memory takes longer than the arithmetic.
+    shared = torch.minimum(ax2, bx2).sub_(torch.maximum(ax1, bx1)).clamp_(min=0)
+    shared *= torch.minimum(ay2, by2).sub_(torch.maximum(ay1, by1)).clamp_(min=0)
+    union = ((ax2 - ax1) * (ay2 - ay1) + (bx2 - bx1) * (by2 - by1)).sub_(shared)
+    return (shared > union.mul_(iou_thres)).logical_and_(first_label[:, :, None] == second_label[:, None])

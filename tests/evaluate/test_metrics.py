@@ -128,6 +128,17 @@ def test_matching_equals_the_definition(seed):
     assert found.tolist() == match_by_definition(detections.tolist(), labels.tolist(), thresholds.tolist())
 
 
+@pytest.mark.parametrize("thresholds", [(0.5, 0.75), (0.05, 0.3, 0.6), (0.9,)])
+def test_any_thresholds_and_labels_that_fit_equally_well(thresholds):
+    """Thresholds may lie below the overlap from which pairs are listed; of equal labels the last one is bid for."""
+    thresholds = torch.tensor(thresholds)
+    for seed in range(6):
+        labels, detections = random_scene(seed, objects=4, count=25)
+        labels = torch.cat((labels, labels.flip(0)))
+        found = process_batch(detections, labels, thresholds)
+        assert found.tolist() == match_by_definition(detections.tolist(), labels.tolist(), thresholds.tolist())
+
+
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10_000), objects=st.integers(0, 9), count=st.integers(0, 15), classes=st.integers(1, 3))
 def test_matching_invariants(seed, objects, count, classes):

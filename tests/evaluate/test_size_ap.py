@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ from tests.evaluate.referee import judge
 from utils.data.loader import create_dataloader
 from utils.data.spec import load_data_spec
 from utils.evaluate import result as result_module
+from utils.evaluate import size_ap
 from utils.evaluate.matching import iou_thresholds, match_batch
 from utils.evaluate.size_ap import COLUMNS, Instances, size_figures
 from utils.evaluate.validator import Validator
@@ -101,11 +102,44 @@ def test_crowds_of_more_than_a_hundred_detections_of_a_class():
     assert_equal(detections, labels, 3)
 
 
+def test_order_of_rows_and_number_that_choose_at_once_do_not_matter(monkeypatch):
+    """Detections of an image may come in any order as long as their confidences differ."""
+    detections, labels = scene(5, crowd=20)
+    rng = np.random.default_rng(0)
+    detections = replace(detections, confidence=rng.permutation(len(detections.image)) / len(detections.image))
+    expected, pairs = ours(detections, labels, 12), find_pairs(detections, labels, 12)
+    order = np.lexsort((-detections.confidence, detections.image))
+    row_of = np.argsort(order)
+    parts = (detections.image, detections.number, detections.boxes, detections.confidence)
+    falling = Instances(*(part[order] for part in parts))
+    shuffled = rng.permutation(np.stack((row_of[pairs[:, 0]], pairs[:, 1]), 1))
+    for size in (size_ap.PART, 1, 7):
+        monkeypatch.setattr(size_ap, "PART", size)
+        found = size_figures(falling, labels, shuffled)
+        assert found.total == expected.total
+        np.testing.assert_array_equal(found.ap, expected.ap)
+
+
+def test_only_those_that_want_the_same_label_wait_for_each_other():
+    """Candidate 0 wants labels 0 and 1, 1 wants 1 and 2, 2 wants 2, 3 wants 3; the best of them is number 1."""
+    row, label = np.array([0, 0, 1, 1, 2, 3]), np.array([0, 1, 1, 2, 2, 3])
+    assert size_ap._turns(row, label, np.array([1, 0, 2, 3])).tolist() == [1, 0, 1, 0]
+    assert size_ap._turns(row, label, np.array([0, 1, 2, 3])).tolist() == [0, 1, 2, 0]
+
+
 def test_second_best_label_is_taken_unlike_in_upstreams_figures():
     """Both detections overlap both labels; the first takes the label the second likes best."""
     boxes = np.array([[0.0, 0, 10, 10], [0, 0, 10, 11]])
     detections = Instances(np.zeros(2, int), np.zeros(2, int), boxes, np.array([0.9, 0.8]))
     labels = Instances(np.zeros(2, int), np.zeros(2, int), np.array([[0.0, 0, 10, 10.2], [0, 0, 10, 14]]))
+    assert ours(detections, labels, 1).total.ap50 == pytest.approx(1)
+
+
+def test_of_labels_that_fit_equally_well_the_last_one_is_taken():
+    """The first detection overlaps both labels alike, the second one only the first label."""
+    boxes = np.array([[10.0, 0, 30, 10], [3, 0, 23, 10]])
+    detections = Instances(np.zeros(2, int), np.zeros(2, int), boxes, np.array([0.9, 0.8]))
+    labels = Instances(np.zeros(2, int), np.zeros(2, int), np.array([[5.0, 0, 25, 10], [15, 0, 35, 10]]))
     assert ours(detections, labels, 1).total.ap50 == pytest.approx(1)
 
 

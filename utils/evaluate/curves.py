@@ -6,8 +6,8 @@ import numpy as np
 
 CONFIDENCE_STEPS = 1000  # samples of the confidence axis on which the curves of all classes are compared
 RECALL_STEPS = 101  # samples of the recall axis under which the area is taken, as COCO has them
-
-_trapezoid = getattr(np, "trapezoid", None) or np.trapz  # NumPy 2 renamed it, 2.4 dropped the old name
+_RECALLS = np.linspace(0, 1, RECALL_STEPS)
+_RECALL_WIDTHS = np.diff(_RECALLS)
 
 
 def confidence_axis() -> np.ndarray:
@@ -35,6 +35,6 @@ def compute_ap(recall: np.ndarray, precision: np.ndarray) -> tuple[float, np.nda
     closed_recall = np.concatenate(([0.0], recall, [1.0]))
     closed_precision = np.concatenate(([1.0], precision, [0.0]))
     envelope = np.maximum.accumulate(closed_precision[::-1])[::-1]
-    samples = np.linspace(0, 1, RECALL_STEPS)
-    area = _trapezoid(np.interp(samples, closed_recall, envelope), samples)
+    heights = np.interp(_RECALLS, closed_recall, envelope)
+    area = (_RECALL_WIDTHS * (heights[1:] + heights[:-1]) / 2).sum()
     return float(area), envelope, closed_recall

@@ -19,7 +19,7 @@ class BatchMatch(NamedTuple):
     """What matching finds out. Rows are counted over the whole batch, R detections and M labels."""
 
     correct: Tensor  # (R, T) bool, hit at each threshold
-    pairs: Tensor  # (P, 2) detection and label of one class that overlap by PAIR_OVERLAP or more
+    pairs: Tensor  # (P, 2) detection and label of one class that overlap by PAIR_OVERLAP, or by the lowest threshold
     nearest: Tensor  # (R,) largest IoU with any label of the image, whatever its class
     nearest_label: Tensor  # (R,) that label; meaningless where ``nearest`` is 0
 
@@ -121,29 +121,36 @@ def _match_portion(detections: _Block, labels: _Block, thresholds: Tensor) -> Ba
     overlap = _pairwise_iou(labels.rows[..., 1:5], detections.rows[..., :4])  # (B, G, N)
     nearest, nearest_label = overlap.max(1)  # (B, N)
     same_class = labels.rows[..., :1] == detections.rows[:, None, :, 5]
-    overlap = torch.where(same_class, overlap, -1.0)
-    image, label, position = (overlap >= PAIR_OVERLAP).nonzero(as_tuple=True)
+    lowest = thresholds.amin().clamp(max=PAIR_OVERLAP)
+    image, label, position = (same_class & (overlap >= lowest)).nonzero(as_tuple=True)
     pairs = torch.stack((detections.start[image] + position, labels.start[image] + label), 1)
-    correct = _award(overlap, thresholds)[own]
+    correct = _award(pairs, overlap[image, label, position], len(detections.image), len(labels.image), thresholds)
     return BatchMatch(correct, pairs, nearest[own], labels.start[detections.image] + nearest_label[own])
 
 
-def _award(overlap: Tensor, thresholds: Tensor) -> Tensor:
-    """Return which detections win the label they bid for, (B, N, T) bool.
+def _award(pairs: Tensor, overlap: Tensor, found: int, wanted: int, thresholds: Tensor) -> Tensor:
+    """Return which of ``found`` detections win the label they bid for, (R, T) bool.
 
     Args:
-        overlap: (B, G, N) IoU, below 0 where the classes differ; detections by falling confidence.
+        pairs: (P, 2) detection, of falling confidence within an image, and label of its class.
+        overlap: (P,) IoU of each pair; pairs that reach no threshold may be missing.
+        wanted: number of labels.
         thresholds: (T,)
     """
-    batch, objects, count = overlap.shape
-    best_overlap = overlap.amax(1)  # (B, N)
+    detection, label = pairs.unbind(1)
+    best = overlap.new_zeros(found).scatter_reduce(0, detection, overlap, "amax")
     # of labels that fit equally well the last one is taken, as upstream's reversed sort does
-    best_label = torch.where(overlap == best_overlap[:, None], _column(objects, overlap), 0).amax(1)
-    bids = best_overlap[..., None] >= thresholds  # (B, N, T)
-    rank = _column(count, overlap).where(bids, count)
-    target = best_label[..., None].expand_as(rank)
-    winner = rank.new_full((batch, objects, len(thresholds)), count).scatter_reduce(1, target, rank, "amin")
-    return bids & (winner.gather(1, target) == rank)
+    fitting = torch.where(overlap == best[detection], label, -1)
+    choice = label.new_full((found,), -1).scatter_reduce(0, detection, fitting, "amax")
+    bid = (label == choice[detection]).nonzero()[:, 0]  # one for each detection that overlaps a label
+    detection, label = detection[bid], label[bid]
+    reaches = overlap[bid, None] >= thresholds  # (bids, T)
+    rank = torch.where(reaches, detection[:, None], found)
+    target = label[:, None].expand_as(rank)
+    winner = rank.new_full((wanted, len(thresholds)), found).scatter_reduce(0, target, rank, "amin")
+    correct = reaches.new_zeros(found, len(thresholds))
+    correct[detection] = reaches & (winner[label] == rank)
+    return correct
 
 
 def _nothing(count: int, thresholds: Tensor) -> BatchMatch:
@@ -154,15 +161,12 @@ def _nothing(count: int, thresholds: Tensor) -> BatchMatch:
     return BatchMatch(correct, number.new_zeros(0, 2), number.float(), number)
 
 
-def _column(count: int, like: Tensor) -> Tensor:
-    """Return the numbers 0 … ``count`` - 1 as (1, count, 1)."""
-    return torch.arange(count, device=like.device)[None, :, None]
-
-
 def _pairwise_iou(first: Tensor, second: Tensor, eps: float = 1e-7) -> Tensor:
     """Return the IoU of xyxy boxes (B, G, 4) with (B, N, 4) as (B, G, N)."""
-    ax1, ay1, ax2, ay2 = first[:, :, None].unbind(-1)
-    bx1, by1, bx2, by2 = second[:, None].unbind(-1)
-    shared = (torch.minimum(ax2, bx2) - torch.maximum(ax1, bx1)).clamp_(min=0)
-    shared *= (torch.minimum(ay2, by2) - torch.maximum(ay1, by1)).clamp_(min=0)
-    return shared / ((ax2 - ax1) * (ay2 - ay1) + (bx2 - bx1) * (by2 - by1) - shared + eps)
+    ax1, ay1, ax2, ay2 = first.movedim(-1, 0)[..., None]  # (B, G, 1) each
+    bx1, by1, bx2, by2 = second.movedim(-1, 0).contiguous()[:, :, None]  # (B, 1, N) each, numbers side by side
+    # in place, as each of these tables is large: fresh memory takes longer than the arithmetic
+    shared = torch.minimum(ax2, bx2).sub_(torch.maximum(ax1, bx1)).clamp_(min=0)
+    shared *= torch.minimum(ay2, by2).sub_(torch.maximum(ay1, by1)).clamp_(min=0)
+    joint = ((ax2 - ax1) * (ay2 - ay1) + (bx2 - bx1) * (by2 - by1)).sub_(shared).add_(eps)
+    return shared.div_(joint)

@@ -97,27 +97,28 @@ def class_curves(
     tp: np.ndarray, conf: np.ndarray, pred_cls: np.ndarray, target_cls: np.ndarray, *, eps: float = EPS
 ) -> ClassCurves:
     """Return the curves of every labelled class; arguments as in ``ap_per_class``."""
-    order = np.argsort(-conf, kind="stable")
+    order = np.lexsort((-conf, pred_cls))  # class by class, by falling confidence within each
     tp, conf, pred_cls = tp[order], conf[order], pred_cls[order]
     classes, labels = np.unique(target_cls, return_counts=True)
+    first, last = (np.searchsorted(pred_cls, classes, side) for side in ("left", "right"))
     axis = confidence_axis()
     shape = (len(classes), len(axis))
     precision, recall, at_recall = np.zeros(shape), np.zeros(shape), np.zeros(shape)
     ap = np.zeros((len(classes), tp.shape[1]))
 
-    for row, (number, count) in enumerate(zip(classes, labels, strict=True)):
-        mine = pred_cls == number
-        if not mine.any():
+    for row, count in enumerate(labels):
+        mine = slice(first[row], last[row])
+        if mine.start == mine.stop:
             continue
-        hits = tp[mine].cumsum(0, dtype=np.float64)  # (n, T)
-        tried = np.arange(1, len(hits) + 1)[:, None]
-        class_recall, class_precision = hits / (count + eps), hits / tried
-        # np.interp wants a rising axis, confidences fall: both sides negated
-        recall[row] = np.interp(-axis, -conf[mine], class_recall[:, 0], left=0)
-        precision[row] = np.interp(-axis, -conf[mine], class_precision[:, 0], left=1)
+        tried = np.arange(1.0, mine.stop - mine.start + 1)  # (n,)
         for column in range(tp.shape[1]):
-            ap[row, column], envelope, closed = compute_ap(class_recall[:, column], class_precision[:, column])
+            hits = tp[mine, column].cumsum(dtype=np.float64)
+            class_recall, class_precision = hits / (count + eps), hits / tried
+            ap[row, column], envelope, closed = compute_ap(class_recall, class_precision)
             if column == 0:
+                # np.interp wants a rising axis, confidences fall: both sides negated
+                recall[row] = np.interp(-axis, -conf[mine], class_recall, left=0)
+                precision[row] = np.interp(-axis, -conf[mine], class_precision, left=1)
                 at_recall[row] = np.interp(axis, closed, envelope)
     return ClassCurves(
         classes=classes.astype(int),

@@ -183,16 +183,18 @@ def _example(seen: AllFindings, image: int, is_shown: np.ndarray, missed: int, f
     is_right = seen.correct[rows, AT_50]
     true, boxes = seen.true[labels], seen.label_boxes[labels]
     is_found = np.zeros(len(true), bool)
-    for row in rows[is_right]:  # a detection that is right has won the label of its class that it overlaps most
-        fits = np.where(true == seen.predicted[row], _overlap(seen.boxes[row], boxes), -1)
-        is_found[len(fits) - 1 - fits[::-1].argmax()] = True
+    if is_right.any():  # a detection that is right has won the label of its class that it overlaps most
+        hits = rows[is_right]
+        fits = np.where(true == seen.predicted[hits, None], _overlaps(seen.boxes[hits], boxes), -1)
+        is_found[len(true) - 1 - fits[:, ::-1].argmax(1)] = True
     parts = (seen.boxes[rows], seen.confidence[rows], seen.predicted[rows], is_right, boxes, true, is_found)
     return Example(seen.paths[image], seen.shapes[image], missed, false, *parts)
 
 
-def _overlap(box: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return the IoU of one box (4,) with others (m, 4), (m,)."""
-    sides = np.minimum(box[2:], others[:, 2:]) - np.maximum(box[:2], others[:, :2])
-    shared = sides.clip(0).prod(1)
-    areas = (others[:, 2:] - others[:, :2]).prod(1) + (box[2:] - box[:2]).prod()
+def _overlaps(boxes: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Return the IoU of boxes (n, 4) with others (m, 4), (n, m)."""
+    one = boxes[:, None]
+    sides = np.minimum(one[..., 2:], others[:, 2:]) - np.maximum(one[..., :2], others[:, :2])
+    shared = sides.clip(0).prod(-1)
+    areas = (others[:, 2:] - others[:, :2]).prod(-1) + (one[..., 2:] - one[..., :2]).prod(-1)
     return shared / np.maximum(areas - shared, 1e-7)

@@ -45,8 +45,9 @@ class Scene:
         corners = xywh2xyxy(targets[:, 2:] * torch.tensor([width, height, width, height]))
         counts, wanted = [len(part) for part in found], torch.bincount(targets[:, 0].long(), minlength=len(shapes))
         detections = torch.cat(list(found) or [torch.zeros(0, 6)]).float()
-        detections[:, :4] = _to_original(detections[:, :4], torch.tensor(counts, dtype=torch.int64), shapes)
-        corners = _to_original(corners, wanted, shapes)
+        table = _letterboxes(shapes)
+        detections[:, :4] = _to_original(detections[:, :4], torch.tensor(counts, dtype=torch.int64), table)
+        corners = _to_original(corners, wanted, table)
         sizes = [(int(shape[0][0]), int(shape[0][1])) for shape in shapes]
         return cls(detections, counts, torch.cat((targets[:, 1:2], corners), 1), wanted.tolist(), sizes)
 
@@ -71,14 +72,17 @@ class Scene:
         yield from zip(self.detections.split(self.found), self.labels.float().split(self.wanted), strict=True)
 
 
-def _to_original(boxes: Tensor, counts: Tensor, shapes: Sequence[Shape]) -> Tensor:
+def _letterboxes(shapes: Sequence[Shape]) -> Tensor:
+    """Return original size, gain and padding of each image, for x y x y, (3, B, 4)."""
+    rows = [(width, height, *gain[::-1], *pad) for (height, width), (gain, pad) in shapes]
+    table = torch.from_numpy(np.array(rows, np.float64).reshape(-1, 3, 2))
+    return table.transpose(0, 1).repeat(1, 1, 2)
+
+
+def _to_original(boxes: Tensor, counts: Tensor, letterboxes: Tensor) -> Tensor:
     """Take boxes (R, 4) xyxy in input pixels, ``counts`` (B,) of each image, to the originals, and clip them there."""
-    size = [[width, height] for (height, width), _ in shapes]
-    gain = [[gain[1], gain[0]] for _, (gain, _) in shapes]
-    pad = [tuple(pad) for _, (_, pad) in shapes]
-    table = torch.tensor([size, gain, pad], dtype=torch.float64).reshape(3, -1, 2)  # (3, B, 2)
-    rows = table.repeat_interleave(counts, 1).repeat(1, 1, 2).to(boxes)  # (3, R, 4)
-    return ((boxes - rows[2]) / rows[1]).clamp(min=0).minimum(rows[0])
+    size, gain, pad = letterboxes.to(boxes.dtype).repeat_interleave(counts, 1).to(boxes.device)  # (R, 4) each
+    return ((boxes - pad) / gain).clamp(min=0).minimum(size)
 
 
 @dataclass

@@ -22,6 +22,8 @@ THRESHOLDS = np.linspace(0.5, 0.95, 10)  # (T,)
 RECALLS = np.linspace(0, 1, 101)
 MAX_DETECTIONS = (1, 10, 100)  # of a class in an image
 COLUMNS = ("AP", "AP50", "AP75", "AP_small", "AP_medium", "AP_large", "AR")  # of results.csv, behind "coco/"
+IN_RANGE = 2.0  # more appeal for a label in the range of sizes: above any overlap
+PART = 1024  # detections that choose at once: what this takes stays small for large sets too
 PIXEL_DIGITS = 3  # boxes are compared to a thousandth of a pixel: the noise of scaling would move sizes over limits
 
 
@@ -68,17 +70,18 @@ def size_figures(detections: Instances, labels: Instances, pairs: np.ndarray) ->
     outside = _is_outside(_areas(boxes))  # (A, N)
     ignored = _is_outside(_areas(truth))  # (A, M)
     pairs = pairs[known[pairs[:, 0]]]
-    candidates, hits = _match(pairs, _pair_iou(boxes, truth, pairs), rank, detections, ignored)
-    classes = np.unique(labels.number)
-    inside = np.array([(~ignored[:, labels.number == number]).sum(1) for number in classes]).reshape(-1, len(RANGES))
+    candidates, hits = _match(pairs, _pair_iou(boxes, truth, pairs), rank, ignored)
+    classes, column_of = np.unique(labels.number, return_inverse=True)
+    inside = np.stack([np.bincount(column_of[~part], minlength=len(classes)) for part in ignored], 1)  # (K, A)
     precision = np.full((len(THRESHOLDS), len(classes), len(RANGES)), -1.0)  # (T, K, A)
     recall = np.full((len(MAX_DETECTIONS), *precision.shape), -1.0)  # (D, T, K, A)
     row_of = np.full(len(boxes), -1)
     row_of[candidates] = np.arange(len(candidates))
-    for column, number in enumerate(classes):
-        mine = np.flatnonzero((detections.number == number) & known)
-        mine = mine[np.argsort(-detections.confidence[mine], kind="stable")]
-        found = _ClassHits.gather(mine, row_of, hits, outside, rank)
+    order = np.flatnonzero(known)
+    order = order[np.lexsort((-detections.confidence[order], detections.number[order]))]
+    first, last = (np.searchsorted(detections.number[order], classes, side) for side in ("left", "right"))
+    for column in range(len(classes)):
+        found = _ClassHits.gather(order[first[column] : last[column]], row_of, hits, outside, rank)
         precision[:, column], recall[:, :, column] = _curve_figures(found, inside[column])
     per_class = np.where(inside > 0, precision.mean(0), np.nan)
     return SizeFigures(total=_totals(precision, recall), classes=classes.astype(int), ap=per_class, labels=inside)
@@ -95,7 +98,9 @@ def _is_outside(areas: np.ndarray) -> np.ndarray:
 
 def _ranks(detections: Instances) -> np.ndarray:
     """Return the place of each detection among those of its image and class, by falling confidence, (N,)."""
-    order = np.lexsort((-detections.confidence, detections.number, detections.image))
+    image, confidence = detections.image, detections.confidence
+    is_sorted = ((confidence[1:] <= confidence[:-1]) | (image[1:] != image[:-1])).all()  # as suppression leaves them
+    order = np.lexsort((detections.number, image) if is_sorted else (-confidence, detections.number, image))
     image, number = detections.image[order], detections.number[order]
     is_first = np.ones(len(order), bool)
     is_first[1:] = (image[1:] != image[:-1]) | (number[1:] != number[:-1])
@@ -121,13 +126,11 @@ class _Hits:
     void: np.ndarray  # (T, A, C) bool
 
 
-def _match(
-    pairs: np.ndarray, overlap: np.ndarray, rank: np.ndarray, detections: Instances, ignored: np.ndarray
-) -> tuple[np.ndarray, _Hits]:
+def _match(pairs: np.ndarray, overlap: np.ndarray, rank: np.ndarray, ignored: np.ndarray) -> tuple[np.ndarray, _Hits]:
     """Hand out labels to detections; return the C detections that overlap any, and what they won.
 
-    Detections of one image and class come one after the other, best first; those of different ones side by side. Each
-    takes the label it overlaps most of those still free, one in the range of sizes before any outside of it.
+    Detections that want the same label come one after the other, best first; others side by side. Each takes the label
+    it overlaps most of those still free, one in the range of sizes before any outside of it.
     """
     pairs, overlap = pairs[overlap >= THRESHOLDS[0]], overlap[overlap >= THRESHOLDS[0]]
     order = np.lexsort((pairs[:, 1], pairs[:, 0]))
@@ -143,30 +146,47 @@ def _match(
     shape = (len(THRESHOLDS), len(RANGES))
     hits = _Hits(np.zeros((*shape, len(candidates)), bool), np.zeros((*shape, len(candidates)), bool))
     taken = np.zeros((*shape, ignored.shape[1]), bool)  # (T, A, M)
-    turns = _turns(candidates, rank, detections)
+    turns = _turns(row, pairs[:, 1], rank[candidates])
     for turn in range(turns.max(initial=-1) + 1):
-        now = np.flatnonzero(turns == turn)
-        _one_turn(now, label[now], value[now], ignored, taken, hits)
+        waiting = np.flatnonzero(turns == turn)
+        for start in range(0, len(waiting), PART):
+            now = waiting[start : start + PART]
+            _one_turn(now, label[now], value[now], ignored, taken, hits)
     return candidates, hits
 
 
-def _turns(candidates: np.ndarray, rank: np.ndarray, detections: Instances) -> np.ndarray:
-    """Return when each candidate has its turn, (C,): its place among those of its image and class."""
-    return _ranks(Instances(detections.image[candidates], detections.number[candidates], rank[:0], -rank[candidates]))
+def _turns(row: np.ndarray, label: np.ndarray, rank: np.ndarray) -> np.ndarray:
+    """Return when each of C candidates has its turn, (C,): after all better ones that want one of its labels.
+
+    Args:
+        row, label: (P,) candidate and label of each pair.
+        rank: (C,) place of a candidate among those of its image and class, to which its labels belong too.
+    """
+    order = np.lexsort((rank[row], label))
+    row, label = row[order], label[order]
+    turns = np.zeros(len(rank), np.int64)
+    while len(row):
+        has_better = np.zeros(len(rank), bool)
+        has_better[row[1:][label[1:] == label[:-1]]] = True
+        turns += has_better
+        row, label = row[has_better[row]], label[has_better[row]]
+    return turns
 
 
 def _one_turn(
     now: np.ndarray, label: np.ndarray, value: np.ndarray, ignored: np.ndarray, taken: np.ndarray, hits: _Hits
 ) -> None:
     """Let candidates ``now`` (n,) choose of ``label`` (n, P) with overlaps ``value``; no two of them compete."""
-    free = (value >= THRESHOLDS[:, None, None, None]) & ~taken[:, :, label]  # (T, A, n, P)
-    is_void = ignored[:, label]  # (A, n, P)
-    appeal = np.where(free, value + 2 * ~is_void, -1.0)
-    best = appeal.shape[-1] - 1 - appeal[..., ::-1].argmax(-1)  # of equal ones the last, as the referee does
-    won = np.take_along_axis(appeal, best[..., None], -1)[..., 0] >= 0  # (T, A, n)
-    chosen = np.take_along_axis(np.broadcast_to(label, appeal.shape), best[..., None], -1)[..., 0]
+    best = np.full((*taken.shape[:2], len(now)), -1.0)  # (T, A, n)
+    chosen = np.zeros(best.shape, np.int64)
+    for one, overlap in zip(label.T, value.T, strict=True):  # (n,)
+        free = (overlap >= THRESHOLDS[:, None, None]) & ~taken[..., one]
+        appeal = np.where(free, overlap + IN_RANGE * ~ignored[:, one], -1.0)
+        is_better = appeal >= best  # of equal ones the last, as the referee does
+        best, chosen = np.where(is_better, appeal, best), np.where(is_better, one, chosen)
+    won = best >= 0
     hits.won[..., now] = won
-    hits.void[..., now] = won & np.take_along_axis(ignored[None], chosen, -1)
+    hits.void[..., now] = won & (best < IN_RANGE)
     threshold, size, _ = np.nonzero(won)
     taken[threshold, size, chosen[won]] = True
 
@@ -205,11 +225,11 @@ def _curve_figures(found: _ClassHits, wanted: np.ndarray) -> tuple[np.ndarray, n
     # Precision is best where a detection is right, so the curve may leave out those that overlap nothing.
     shares = right / np.maximum(right + found.wrong.cumsum(-1) + found.alarms, 1)
     best = np.maximum.accumulate(shares[..., ::-1], -1)[..., ::-1]
+    reached_within = np.stack([found.right[..., found.rank < limit].sum(-1) for limit in MAX_DETECTIONS])
     for size in np.flatnonzero(wanted):
-        for row, limit in enumerate(MAX_DETECTIONS):
-            recall[row, :, size] = found.right[:, size, found.rank < limit].sum(-1) / wanted[size]
-        for column in range(shape[0]):
-            reached = np.searchsorted(right[column, size] / wanted[size], RECALLS)
+        recall[..., size] = reached_within[..., size] / wanted[size]
+        for column, curve in enumerate(right[:, size] / wanted[size]):
+            reached = np.searchsorted(curve, RECALLS)
             reached = reached[reached < best.shape[-1]]
             precision[column, size] = best[column, size, reached].sum() / len(RECALLS)
     return precision, recall

@@ -267,7 +267,7 @@ class _Outputs:
     def __init__(self, settings: Validator) -> None:
         self.settings = settings
         paths = getattr(getattr(settings.loader, "dataset", None), "im_files", ())
-        self.names = OutputNames(paths)
+        self.names = OutputNames(paths if settings.save_json else ())
         self.writer = None
         if settings.save_txt:
             folder, note = settings.save_dir / LABELS, settings.on_label_file
