@@ -14,6 +14,7 @@ import torch
 from utils.kernels.layout import has_triton
 
 PROGRAMS = (
+    "streaming",
     "norm_forward",
     "norm_backward",
     "pool",

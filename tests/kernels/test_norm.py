@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -10,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from models.activation_checkpointing import UntouchedStatistics
-from utils.kernels import norm
+from utils.kernels import launch, norm
 from utils.kernels.norm import bn_act, bn_add_act
+from utils.kernels.norm_parts import bn_act_beside, bn_act_parts, bn_add_act_joint
 
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Largest difference from the float64 result as a share of its largest value, by type of the maps.
@@ -146,14 +149,42 @@ def test_an_outlier_in_the_first_place_does_not_spoil_the_variance(device: torch
     assert_close("variance", block.norms[0].running_var, block.true_norms[0].running_var, 2e-6)
 
 
-def test_many_tiles_per_program(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("STATISTICS_RESIDENT", "SUMS_RESIDENT", "PAIR_SUMS_RESIDENT"):
-        monkeypatch.setattr(norm, name, 3)
-    monkeypatch.setattr(norm, "multiprocessors", lambda _: 1)
-    monkeypatch.setattr(norm, "REDUCTION_VALUES", 256)
+@pytest.mark.parametrize("variant", ["norm", "pair"])
+def test_many_tiles_per_program(variant: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norm, "resident_programs", lambda *_: 6)
+    for name, values in (("STATISTICS_VALUES", 1024), ("SUMS_VALUES", 512), ("PAIR_SUMS_VALUES", 512)):
+        monkeypatch.setattr(norm, name, values)
     torch.manual_seed(6)
     x, second = (channels_last(torch.randn(3, 32, 13, 11, device=device) * 3 - 8) for _ in range(2))
+    Pass(variant, x, second).check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_each_norm_of_a_pair_has_its_own_eps_and_momentum(dtype: torch.dtype, device: torch.device) -> None:
+    torch.manual_seed(16)
+    x, second = (channels_last((torch.randn(3, 24, 5, 7) + 1).to(device, dtype)) for _ in range(2))
+    block = Pass("pair", x, second)
+    for norms in (block.norms, block.true_norms):
+        norms[0].momentum, norms[1].momentum, norms[1].eps = 1, 0.4, 0.5
+        norms[1].num_batches_tracked += 7
+    block.check()
+
+
+def test_a_pair_of_single_channels_in_maps_of_different_widths(device: torch.device) -> None:
+    torch.manual_seed(17)
+    wide, second = (torch.randn(2, channels, 5, 6, device=device, dtype=torch.float64) for channels in (4, 1))
+    x = channels_last(wide)[:, 1:2]
     Pass("pair", x, second).check()
+    Pass("pair", second, x).check()
+
+
+def test_a_norm_for_both_of_a_pair_moves_its_statistics_twice(device: torch.device) -> None:
+    x, second = (channels_last(torch.randn(2, 16, 3, 4, device=device)) for _ in range(2))
+    bn = make_norm(16, torch.float32, device)
+    twin = copy.deepcopy(bn)
+    y = bn_add_act(x, bn, second, bn, nn.SiLU())
+    assert torch.equal(y, nn.functional.silu(twin(x) + twin(second)))
+    assert all(torch.equal(found, wanted) for found, wanted in zip(bn.buffers(), twin.buffers(), strict=True))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -238,6 +269,22 @@ def test_statistics_that_are_not_finite_leave_the_running_ones_alone(value: floa
     assert int(bn.num_batches_tracked) == 1
 
 
+@pytest.mark.parametrize("spoilt", [0, 1])
+def test_statistics_of_a_pair_that_are_not_finite_leave_only_their_own_norm_alone(
+    spoilt: int, device: torch.device
+) -> None:
+    maps = [channels_last(torch.randn(2, 16, 3, 4, device=device)) for _ in range(2)]
+    maps[spoilt][1, 5, 0, 2] = torch.inf
+    block = Pass("pair", *maps)
+    before = [(bn.running_mean.clone(), bn.running_var.clone()) for bn in block.norms]
+    block.fused()
+    for index, (bn, old) in enumerate(zip(block.norms, before, strict=True)):
+        for was, now in zip(old, (bn.running_mean, bn.running_var), strict=True):
+            changed = (was != now).cpu()
+            assert bool(changed[5]) == (index != spoilt) and bool(changed[:5].all() and changed[6:].all())
+        assert int(bn.num_batches_tracked) == 1
+
+
 def test_a_variance_that_overflows_leaves_the_running_one_alone(device: torch.device) -> None:
     x = torch.randn(2, 16, 3, 4, device=device)
     x[:, 5] = torch.tensor([1e30, -1e30], device=device)[:, None, None]  # the mean is finite, the squares are not
@@ -304,3 +351,90 @@ def test_a_single_value_per_channel_is_refused_as_ever(device: torch.device) -> 
     x = channels_last(torch.randn(1, 16, 1, 1, device=device))
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         bn_act(x, make_norm(16, torch.float32, device), nn.SiLU())
+
+
+def test_options_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    half, single = torch.zeros(1, dtype=torch.float16), torch.zeros(1)
+    assert launch.launch_options(half, 4, 80) == {"num_warps": 4, "PDL": False}
+    monkeypatch.setattr(launch, "_is_nvidia", lambda _: True)
+    monkeypatch.setattr(launch, "can_overlap", lambda _: True)
+    overlapping = {"num_warps": 4, "PDL": True, "launch_pdl": True}
+    assert launch.launch_options(half, 4) == launch.launch_options(single, 4, 80) == overlapping
+    assert launch.launch_options(half, 4, 80) == {**overlapping, "maxnreg": 80}
+    assert launch.is_fast(half) and not launch.is_fast(single)
+
+
+def test_an_older_triton_has_no_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    streaming = pytest.importorskip("utils.kernels.programs.streaming")
+    monkeypatch.setitem(sys.modules, "triton.language.extra.cuda", None)
+    spec = importlib.util.spec_from_file_location("streaming_of_an_older_triton", streaming.__file__)
+    older = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(older)
+    assert not older.CAN_OVERLAP and callable(older.gdc_wait) and callable(older.gdc_launch_dependents)
+
+
+class Chain:
+    """All forms of fused norms, one behind the other, with next to no other kernels in between."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        batch, channels, *sides = shape
+        self.half = channels // 2
+        shapes = shape, shape, (batch, self.half, *sides)
+        self.inputs = [channels_last(torch.empty(each, dtype=dtype, device=device)) for each in shapes]
+        widths = [channels] * 4 + [self.half] * 4
+        self.norms = [make_norm(width, dtype, device) for width in widths]
+        self.buffers = [buffer for bn in self.norms for buffer in bn.buffers()]
+        self.start = [buffer.clone() for buffer in self.buffers]
+
+    def draw(self, seed: int) -> None:
+        """Put other values into the inputs, and the running statistics back to where they began."""
+        generator = torch.Generator(self.inputs[0].device).manual_seed(seed)
+        for each in self.inputs:
+            each.detach().normal_(seed, 1 + seed, generator=generator)
+        for buffer, start in zip(self.buffers, self.start, strict=True):
+            buffer.copy_(start)
+
+    def run(self) -> list[Tensor]:
+        """Return output, gradients and running statistics."""
+        x, other, dy = self.inputs
+        x, other = (each.detach().requires_grad_() for each in (x, other))
+        silu = nn.SiLU()
+        total = bn_add_act(x, self.norms[0], other, self.norms[1], silu)
+        y = bn_act(total, self.norms[2], silu, residual=total)
+        parts = bn_act_parts(y, [self.norms[3]], silu, (self.half, self.half))
+        beside = bn_act_beside(parts, self.norms[4:6], silu)
+        y = bn_add_act_joint(beside, self.norms[6], self.norms[7], silu)
+        parameters = [parameter for bn in self.norms for parameter in bn.parameters()]
+        return [y, *torch.autograd.grad(y, [x, other, *parameters], dy), *self.buffers]
+
+    def results(self, seed: int) -> list[Tensor]:
+        self.draw(seed)
+        return [each.detach().clone() for each in self.run()]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 16, 3, 5), (2, 48, 20, 20), (4, 512, 20, 20), (16, 128, 80, 80)], ids=str)
+def test_kernels_that_overlap_in_a_graph_equal_those_that_do_not(
+    shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, with other values in every replay: a kernel that read too early would find the last ones."""
+    torch.manual_seed(18)
+    chain = Chain(shape, dtype, torch.device("cuda"))
+
+    def in_order(*arguments: object) -> dict[str, int | bool]:
+        return {name: value for name, value in launch.launch_options(*arguments).items() if name != "launch_pdl"}
+
+    with monkeypatch.context() as patch:  # the same programs, whose waits then have nothing to wait for
+        patch.setattr(norm, "launch_options", in_order)
+        expected = [chain.results(seed) for seed in range(3)]
+    for seed, wanted in enumerate(expected):
+        found = chain.results(seed)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), f"called, values {seed}"
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = chain.run()
+    for seed, wanted in enumerate(expected):
+        chain.draw(seed)
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(outputs, wanted, strict=True)), f"replayed, values {seed}"

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.kernels.test_norm import TOLERANCES, channels_last, make_norm
-from utils.kernels.norm_parts import bn_act_parts
+from tests.kernels.test_norm import TOLERANCES, assert_close, channels_last, make_norm
+from utils.kernels.norm import batch_statistics
+from utils.kernels.norm_parts import bn_act_parts, bn_add_act_joint
 
 CASES = (
     ((2, 12, 5, 7), (6, 6), 1),
@@ -66,3 +67,36 @@ def test_plain_modules_do_it_where_the_kernels_do_not_apply(number: int) -> None
     parts = bn_act_parts(x, norms, nn.SiLU(), (4, 4))
     for part, wanted in zip(parts, true_parts(x, norms, (4, 4)), strict=True):
         assert torch.equal(part, wanted)
+
+
+@pytest.mark.parametrize("shape", [(2, 34, 5, 7), (1, 64, 9, 4)])
+def test_both_halves_of_one_map_share_a_launch(
+    device: torch.device, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(1)
+    launches: list[int] = []
+
+    def count(maps: tuple[Tensor, ...], norms: tuple[nn.BatchNorm2d, ...]) -> Tensor:
+        launches.append(len(maps))
+        return batch_statistics(maps, norms)
+
+    monkeypatch.setattr("utils.kernels.norm.batch_statistics", count)
+    x = channels_last(torch.randn(shape, device=device)).requires_grad_()
+    true_x = x.detach().cpu().double().requires_grad_()
+    norms = [make_norm(shape[1] // 2, torch.float32, device) for _ in range(2)]
+    norms[1].eps, norms[1].momentum = 0.2, 0.6
+    true_norms = [copy.deepcopy(each).cpu().double() for each in norms]
+
+    y = bn_add_act_joint(x, *norms, nn.SiLU())
+    assert launches == [2]
+    first, second = true_x.chunk(2, 1)
+    true = nn.functional.silu(true_norms[0](first) + true_norms[1](second))
+    dy = torch.randn(y.shape)
+    y.backward(dy.to(device))
+    true.backward(dy.double())
+    pairs = [(y, true), (x.grad, true_x.grad)]
+    for each, wanted in zip(norms, true_norms, strict=True):
+        pairs += [(each.weight.grad, wanted.weight.grad), (each.bias.grad, wanted.bias.grad)]
+        pairs += list(zip(each.buffers(), wanted.buffers(), strict=True))
+    for found, wanted in pairs:
+        assert_close("a half", found, wanted, 3 * TOLERANCES[torch.float32])

@@ -18,17 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from utils.kernels.layout import (
-    ROWS_LIMIT,
-    Tiling,
-    as_rows,
-    can_launch,
-    ceil_div,
-    multiprocessors,
-    on_device,
-    row_stride,
-    tiling,
-)
+from utils.kernels.launch import is_fast, launch_options, resident_programs
+from utils.kernels.layout import ROWS_LIMIT, Tiling, as_rows, can_launch, ceil_div, on_device, row_stride, tiling
 
 SUM_TYPES = {
     torch.float16: torch.float32,
@@ -39,13 +30,12 @@ SUM_TYPES = {
 """Types of maps that are fused, and in which type their statistics, weights and sums are held."""
 
 # Values of a tile, loaded at once by the threads of a program; and warps of 32 threads per program.
-REDUCTION_VALUES, REDUCTION_WARPS = 1024, 4
-STATISTICS_UNROLL, SUMS_UNROLL = 4, 2  # tiles that one step of a reduction reads; written out in the programs
-STATISTICS_RESIDENT, SUMS_RESIDENT, PAIR_SUMS_RESIDENT = 7, 6, 4
-"""Programs of a reduction that fit on a multiprocessor at once (64, 80, 128 registers a thread): none has to wait."""
-APPLY_VALUES, APPLY_WARPS = 4096, 4
-GRADIENT_VALUES, GRADIENT_WARPS = 2048, 4
-PARTIAL_STEPS = (16, 64, 256, 1024)  # room for so many partial results; few sizes, to compile few programs
+STATISTICS_VALUES, SUMS_VALUES, PAIR_SUMS_VALUES, REDUCTION_WARPS = 4096, 2048, 1024, 4
+APPLY_VALUES, GRADIENT_VALUES, PASS_WARPS = 4096, 2048, 4
+STATISTICS_UNROLL = 4  # loads that make a tile of the statistics; written out in the program
+STATISTICS_REGISTERS, SUMS_REGISTERS, PAIR_SUMS_REGISTERS = 80, 96, 128
+"""Registers per thread of a reduction. It has as many programs as run at once, so that none has to wait."""
+PARTIAL_STEPS = (16, 64, 128, 256, 512, 1024)  # room for so many partial results; few sizes, to compile few programs
 FINISH_WIDTH, FINISH_WARPS = 8, 8
 
 
@@ -60,7 +50,7 @@ def bn_act(x: Tensor, bn: nn.Module, act: nn.Module, residual: Tensor | None = N
 
 def bn_add_act(x: Tensor, bn: nn.Module, other: Tensor, other_bn: nn.Module, act: nn.Module) -> Tensor:
     """Return ``act(bn(x) + other_bn(other))`` for two maps of the same shape (B, C, H, W)."""
-    if is_fusible(x, bn, act) and is_fusible(other, other_bn, act) and _is_like(other, x):
+    if is_fusible_pair(x, bn, other, other_bn, act):
         with on_device(x):
             return _NormAct.apply(
                 (bn, other_bn),
@@ -92,6 +82,15 @@ def is_fusible(x: Tensor, bn: nn.Module, act: nn.Module) -> bool:
     return row_stride(x) is not None and all(t.dtype == sum_type and t.device == x.device for t in tensors)
 
 
+def is_fusible_pair(x: Tensor, bn: nn.Module, other: Tensor, other_bn: nn.Module, act: nn.Module) -> bool:
+    """Whether the kernels do exactly what ``act(bn(x) + other_bn(other))`` would.
+
+    One norm for both has to move its running statistics twice, one after the other, which one launch does not.
+    """
+    is_each = is_fusible(x, bn, act) and is_fusible(other, other_bn, act)
+    return is_each and _is_like(other, x) and bn is not other_bn
+
+
 def _is_like(other: Tensor, x: Tensor) -> bool:
     same = other.shape == x.shape and other.dtype == x.dtype and other.device == x.device
     return same and row_stride(other) is not None
@@ -111,7 +110,9 @@ class Branch:
         return self.x, row_stride(self.x), self.statistics, self.weight, self.bias
 
 
-NO_BRANCH = (None, 0, None, None, None)  # stands for the arguments of an absent second input
+# Stand for the arguments of an absent second input.
+NO_BRANCH = (None, 0, None, None, None)
+NO_RUNNING = (None, None, None, 0.0, 0.0)
 
 
 class _NormAct(torch.autograd.Function):
@@ -156,11 +157,16 @@ def forward_pass(
     residual: Tensor | None = None,
     into: Tensor | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return activation(norm(x) [+ norm(other)]) [+ residual], and the statistics (2, C) of each map."""
+    """Return activation(norm(x) [+ norm(other)]) [+ residual], and the statistics (2, C) of each map.
+
+    Nothing may be launched between the two steps: the second relies on the first being the kernel right before it,
+    by the rule of :mod:`utils.kernels.programs.streaming`.
+    """
+    statistics = list(batch_statistics(maps, norms).unbind())
     branches = [
-        Branch(x, norm.weight, norm.bias, batch_statistics(x, norm)) for x, norm in zip(maps, norms, strict=True)
+        Branch(x, norm.weight, norm.bias, known) for x, norm, known in zip(maps, norms, statistics, strict=True)
     ]
-    return normalise(branches, residual, has_silu, into), [branch.statistics for branch in branches]
+    return normalise(branches, residual, has_silu, into), statistics
 
 
 def backward_pass(
@@ -171,7 +177,10 @@ def backward_pass(
     into: Sequence[Tensor] | None = None,
     needs_maps: bool = True,
 ) -> tuple[Sequence[Tensor | None], Tensor]:
-    """Return the gradients of the maps, written ``into`` some if given, and of weight and bias of each norm (2n, C)."""
+    """Return the gradients of the maps, written ``into`` some if given, and of weight and bias of each norm (2n, C).
+
+    As in :func:`forward_pass`, nothing may be launched between the two steps.
+    """
     rows, stride = as_rows(dy)
     gradients = parameter_gradients(rows, stride, branches, has_silu)
     if not needs_maps:
@@ -179,41 +188,48 @@ def backward_pass(
     return input_gradients(rows, stride, branches, gradients, has_silu, into), gradients
 
 
-def batch_statistics(x: Tensor, bn: nn.BatchNorm2d) -> Tensor:
-    """Return means and inverse standard deviations (2, C) of the map ``x``; move the running statistics of ``bn``."""
+def batch_statistics(maps: Sequence[Tensor], norms: Sequence[nn.BatchNorm2d]) -> Tensor:
+    """Return means and inverse standard deviations (N, 2, C) of one map, or of two of the same shape in one launch.
+
+    Moves the running statistics of the norms.
+    """
     from utils.kernels.programs import norm_forward
 
-    cut = tiling(x, STATISTICS_UNROLL * REDUCTION_VALUES)
-    programs = cut.programs(STATISTICS_RESIDENT * multiprocessors(x.device))
-    partials = torch.empty((2, programs, cut.channels), dtype=bn.weight.dtype, device=x.device)
-    statistics = torch.empty((2, cut.channels), dtype=bn.weight.dtype, device=x.device)
-    norm_forward.partial_statistics[cut.columns, programs](
+    x, number = maps[0], len(maps)
+    cut = tiling(x, STATISTICS_VALUES)
+    resident = resident_programs(x.device, REDUCTION_WARPS, STATISTICS_REGISTERS)
+    programs = cut.programs(resident // number)
+    partials = norms[0].weight.new_empty((number, 2, programs, cut.channels))
+    statistics = norms[0].weight.new_empty((number, 2, cut.channels))
+    norm_forward.partial_statistics[cut.columns, programs, number](
         x,
         row_stride(x),
+        *((maps[1], row_stride(maps[1])) if number > 1 else (None, 0)),
         partials,
         cut.rows,
         cut.channels,
         cut.tiles,
         BLOCK_R=cut.tile_rows // STATISTICS_UNROLL,
         BLOCK_C=cut.width,
-        num_warps=REDUCTION_WARPS,
+        **launch_options(x, REDUCTION_WARPS, STATISTICS_REGISTERS),
     )
-    norm_forward.finish_statistics[_finish_grid(cut)](
+    norm_forward.finish_statistics[(*_finish_grid(cut), number)](
         partials,
         statistics,
-        bn.running_mean,
-        bn.running_var,
-        bn.num_batches_tracked,
+        *_running(norms[0]),
+        *(_running(norms[1]) if number > 1 else NO_RUNNING),
         cut.rows,
         cut.channels,
         cut.tiles,
         programs,
-        bn.eps,
-        bn.momentum,
         TILE_ROWS=cut.tile_rows,
-        **_finish_sizes(programs),
+        **_finish_options(x, programs),
     )
     return statistics
+
+
+def _running(bn: nn.BatchNorm2d) -> tuple[Tensor, Tensor, Tensor | None, float, float]:
+    return bn.running_mean, bn.running_var, bn.num_batches_tracked, float(bn.eps), float(bn.momentum)
 
 
 def normalise(
@@ -236,9 +252,10 @@ def normalise(
         cut.rows,
         cut.channels,
         HAS_SILU=has_silu,
+        FAST=is_fast(x),
         BLOCK_R=cut.tile_rows,
         BLOCK_C=cut.width,
-        num_warps=APPLY_WARPS,
+        **launch_options(x, PASS_WARPS),
     )
     return y
 
@@ -248,24 +265,25 @@ def parameter_gradients(dy: Tensor, dy_stride: int, branches: Sequence[Branch], 
     from utils.kernels.programs import norm_backward
 
     first, is_pair = branches[0], len(branches) > 1
-    cut = tiling(first.x, SUMS_UNROLL * REDUCTION_VALUES)
-    resident = PAIR_SUMS_RESIDENT if is_pair else SUMS_RESIDENT
-    programs = cut.programs(resident * multiprocessors(dy.device))
+    cut = tiling(first.x, PAIR_SUMS_VALUES if is_pair else SUMS_VALUES)
+    registers = PAIR_SUMS_REGISTERS if is_pair else SUMS_REGISTERS
+    programs = cut.programs(resident_programs(dy.device, REDUCTION_WARPS, registers))
     partials = first.weight.new_empty((3 if is_pair else 2, programs, cut.channels))
     gradients = first.weight.new_empty((4 if is_pair else 2, cut.channels))
-    program = norm_backward.partial_sums_of_two if is_pair else norm_backward.partial_sums
-    program[cut.columns, programs](
+    norm_backward.partial_sums[cut.columns, programs](
         dy,
         dy_stride,
-        *(argument for branch in branches for argument in branch.arguments),
+        *first.arguments,
+        *(branches[1].arguments if is_pair else NO_BRANCH),
         partials,
         cut.rows,
         cut.channels,
         cut.tiles,
         HAS_SILU=has_silu,
-        BLOCK_R=cut.tile_rows // SUMS_UNROLL,
+        FAST=is_fast(first.x),
+        BLOCK_R=cut.tile_rows,
         BLOCK_C=cut.width,
-        num_warps=REDUCTION_WARPS,
+        **launch_options(first.x, REDUCTION_WARPS, registers),
     )
     norm_backward.finish_sums[_finish_grid(cut)](
         partials,
@@ -274,7 +292,7 @@ def parameter_gradients(dy: Tensor, dy_stride: int, branches: Sequence[Branch], 
         gradients,
         cut.channels,
         programs,
-        **_finish_sizes(programs),
+        **_finish_options(first.x, programs),
     )
     return gradients
 
@@ -306,9 +324,10 @@ def input_gradients(
         cut.rows,
         cut.channels,
         HAS_SILU=has_silu,
+        FAST=is_fast(branches[0].x),
         BLOCK_R=cut.tile_rows,
         BLOCK_C=cut.width,
-        num_warps=GRADIENT_WARPS,
+        **launch_options(branches[0].x, PASS_WARPS),
     )
     return found
 
@@ -317,7 +336,7 @@ def _finish_grid(cut: Tiling) -> tuple[int]:
     return (ceil_div(cut.channels, FINISH_WIDTH),)
 
 
-def _finish_sizes(programs: int) -> dict[str, int]:
+def _finish_options(x: Tensor, programs: int) -> dict[str, int | bool]:
     """Sizes of the program that joins partial results: room for all of them, a few channels wide."""
     room = next(step for step in PARTIAL_STEPS if step >= programs)
-    return {"BLOCK_P": room, "BLOCK_C": FINISH_WIDTH, "num_warps": FINISH_WARPS}
+    return {"BLOCK_P": room, "BLOCK_C": FINISH_WIDTH, **launch_options(x, FINISH_WARPS)}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from utils.kernels.layout import on_device
-from utils.kernels.norm import Branch, backward_pass, forward_pass, is_fusible
+from utils.kernels.norm import Branch, backward_pass, forward_pass, is_fusible, is_fusible_pair
 
 
 def bn_act_parts(x: Tensor, norms: Sequence[nn.BatchNorm2d], act: nn.Module, widths: Sequence[int]) -> list[Tensor]:
@@ -37,7 +37,7 @@ def bn_act_parts(x: Tensor, norms: Sequence[nn.BatchNorm2d], act: nn.Module, wid
 def bn_add_act_joint(x: Tensor, bn: nn.BatchNorm2d, other_bn: nn.BatchNorm2d, act: nn.Module) -> Tensor:
     """Return ``act(bn(a) + other_bn(b))`` for the halves a and b of the channels of ``x`` (B, 2 * C, H, W)."""
     first, second = x.chunk(2, 1)
-    if is_fusible(first, bn, act) and is_fusible(second, other_bn, act):
+    if is_fusible_pair(first, bn, second, other_bn, act):
         with on_device(x):
             return _NormAddActJoint.apply(
                 (bn, other_bn), type(act) is nn.SiLU, x, bn.weight, bn.bias, other_bn.weight, other_bn.bias

@@ -13,122 +13,77 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from utils.kernels.programs.norm_forward import load_channels, load_rows, sigmoid, store_rows
+from utils.kernels.programs.norm_forward import load_channels, load_coefficients, store_rows
+from utils.kernels.programs.streaming import NO_ROWS, load_raw, sigmoid, wait_for_inputs
 
 
 @triton.jit
-def _load_coefficients(statistics, weight, bias, channels, columns, is_column):
-    """Mean, 1 / std, factor and summand of the norm as matrices (1, BLOCK_C)."""
-    mean = load_channels(statistics, columns, is_column)
-    rstd = load_channels(statistics + channels, columns, is_column)
-    scale = rstd * load_channels(weight, columns, is_column)
-    return mean, rstd, scale, load_channels(bias, columns, is_column)
-
-
-@triton.jit
-def _before_activation(dy, z, HAS_SILU: tl.constexpr):
-    """Gradient of z; with s = sigmoid(z), the derivative of z * s is s + z * s * (1 - s)."""
+def _before_activation(dy, z, HAS_SILU: tl.constexpr, FAST: tl.constexpr):
+    """Gradient of z; with s = sigmoid(z), the derivative of z * s is s * (1 + z * (1 - s))."""
     if HAS_SILU:
-        s = sigmoid(z)
-        dy = dy * (s + z * s * (1.0 - s))
+        s = sigmoid(z, FAST)
+        dy = dy * (s * (z * (1.0 - s) + 1.0))
     return dy
 
 
 @triton.jit(do_not_specialize=["rows", "tiles"])
 def partial_sums(
-    dy: tl.tensor,
-    dy_stride: int,
-    x: tl.tensor,
-    x_stride: int,
+    dy: tl.tensor, dy_stride: int,
+    x: tl.tensor, x_stride: int,
     statistics: tl.tensor,  # (2, C)
-    weight: tl.tensor,
-    bias: tl.tensor,
-    partials: tl.tensor,  # (2, programs, C)
-    rows: int,
-    channels: int,
-    tiles: int,
-    HAS_SILU: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    """Sums of dz and of dz * (x - mean) over the rows of one program: every so many tiles of 2 * BLOCK_R rows."""
+    weight: tl.tensor, bias: tl.tensor,
+    # A second input, or None:
+    other: tl.tensor, other_stride: int,
+    other_statistics: tl.tensor, other_weight: tl.tensor, other_bias: tl.tensor,
+    partials: tl.tensor,  # (2, programs, C), or 3 with a second input
+    rows: int, channels: int, tiles: int,
+    HAS_SILU: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Sums of dz, dz * (x - mean) [and dz * (other - mean)] over every so many tiles of BLOCK_R rows.
+
+    The next tile is loaded before the present one is added.
+    """
     ACC: tl.constexpr = partials.dtype.element_ty
     columns = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     is_column = columns < channels
     program, programs = tl.program_id(1), tl.num_programs(1)
-    mean, _, scale, shift = _load_coefficients(statistics, weight, bias, channels, columns, is_column)
+    visits = (tiles - program + programs - 1) // programs
+    first = (tiles - 1 - program) * BLOCK_R
+    wait_for_inputs(PDL)
+
+    raw_dy = load_raw(dy, dy_stride, first, rows, columns, is_column, BLOCK_R)
+    raw_x = load_raw(x, x_stride, first, rows, columns, is_column, BLOCK_R)
+    mean, _, scale, shift = load_coefficients(statistics, weight, bias, channels, columns, is_column)
     total = tl.zeros((BLOCK_R, BLOCK_C), ACC)
     moment = tl.zeros((BLOCK_R, BLOCK_C), ACC)
-    for visit in range(0, (tiles - program + programs - 1) // programs):
-        first = (tiles - 1 - program - visit * programs) * (2 * BLOCK_R)
-        second = first + BLOCK_R
-        # Everything is loaded before anything is computed; rows beyond the last have dy = 0 and add nothing.
-        dy_a = load_rows(dy, dy_stride, first, rows, columns, is_column, ACC, BLOCK_R)
-        dy_b = load_rows(dy, dy_stride, second, rows, columns, is_column, ACC, BLOCK_R)
-        x_a = load_rows(x, x_stride, first, rows, columns, is_column, ACC, BLOCK_R) - mean
-        x_b = load_rows(x, x_stride, second, rows, columns, is_column, ACC, BLOCK_R) - mean
-        dz_a = _before_activation(dy_a, x_a * scale + shift, HAS_SILU)
-        dz_b = _before_activation(dy_b, x_b * scale + shift, HAS_SILU)
-        total += dz_a + dz_b
-        moment += dz_a * x_a + dz_b * x_b
+    if other is not None:
+        raw_other = load_raw(other, other_stride, first, rows, columns, is_column, BLOCK_R)
+        other_mean, _, other_scale, other_shift = load_coefficients(
+            other_statistics, other_weight, other_bias, channels, columns, is_column
+        )
+        shift += other_shift
+        other_moment = tl.zeros((BLOCK_R, BLOCK_C), ACC)
+    for visit in range(0, visits):
+        gradient, centred = raw_dy.to(ACC), raw_x.to(ACC) - mean
+        ahead = first - (visit + 1) * programs * BLOCK_R
+        limit = tl.where(visit + 1 < visits, rows, NO_ROWS)
+        raw_dy = load_raw(dy, dy_stride, ahead, limit, columns, is_column, BLOCK_R)
+        raw_x = load_raw(x, x_stride, ahead, limit, columns, is_column, BLOCK_R)
+        z = centred * scale + shift
+        if other is not None:
+            other_centred = raw_other.to(ACC) - other_mean
+            raw_other = load_raw(other, other_stride, ahead, limit, columns, is_column, BLOCK_R)
+            z += other_centred * other_scale
+        dz = _before_activation(gradient, z, HAS_SILU, FAST)  # 0 beyond the last row, like dy
+        total += dz
+        moment = tl.fma(dz, centred, moment)  # written as a sum of products, it takes more registers than there are
+        if other is not None:
+            other_moment = tl.fma(dz, other_centred, other_moment)
     at = program * channels + columns
     tl.store(partials + at, tl.sum(total, 0), mask=is_column)
     tl.store(partials + programs * channels + at, tl.sum(moment, 0), mask=is_column)
-
-
-@triton.jit(do_not_specialize=["rows", "tiles"])
-def partial_sums_of_two(
-    dy: tl.tensor,
-    dy_stride: int,
-    x: tl.tensor,
-    x_stride: int,
-    statistics: tl.tensor,  # (2, C)
-    weight: tl.tensor,
-    bias: tl.tensor,
-    other: tl.tensor,
-    other_stride: int,
-    other_statistics: tl.tensor,
-    other_weight: tl.tensor,
-    other_bias: tl.tensor,
-    partials: tl.tensor,  # (3, programs, C)
-    rows: int,
-    channels: int,
-    tiles: int,
-    HAS_SILU: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    """Sums of dz, dz * (x - mean) and dz * (other - mean) for z = norm(x) + norm(other)."""
-    ACC: tl.constexpr = partials.dtype.element_ty
-    columns = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    is_column = columns < channels
-    program, programs = tl.program_id(1), tl.num_programs(1)
-    mean, _, scale, shift = _load_coefficients(statistics, weight, bias, channels, columns, is_column)
-    other_mean, _, other_scale, other_shift = _load_coefficients(
-        other_statistics, other_weight, other_bias, channels, columns, is_column
-    )
-    shift += other_shift
-    total = tl.zeros((BLOCK_R, BLOCK_C), ACC)
-    moment = tl.zeros((BLOCK_R, BLOCK_C), ACC)
-    other_moment = tl.zeros((BLOCK_R, BLOCK_C), ACC)
-    for visit in range(0, (tiles - program + programs - 1) // programs):
-        first = (tiles - 1 - program - visit * programs) * (2 * BLOCK_R)
-        second = first + BLOCK_R
-        dy_a = load_rows(dy, dy_stride, first, rows, columns, is_column, ACC, BLOCK_R)
-        dy_b = load_rows(dy, dy_stride, second, rows, columns, is_column, ACC, BLOCK_R)
-        x_a = load_rows(x, x_stride, first, rows, columns, is_column, ACC, BLOCK_R) - mean
-        x_b = load_rows(x, x_stride, second, rows, columns, is_column, ACC, BLOCK_R) - mean
-        o_a = load_rows(other, other_stride, first, rows, columns, is_column, ACC, BLOCK_R) - other_mean
-        o_b = load_rows(other, other_stride, second, rows, columns, is_column, ACC, BLOCK_R) - other_mean
-        dz_a = _before_activation(dy_a, x_a * scale + o_a * other_scale + shift, HAS_SILU)
-        dz_b = _before_activation(dy_b, x_b * scale + o_b * other_scale + shift, HAS_SILU)
-        total += dz_a + dz_b
-        moment += dz_a * x_a + dz_b * x_b
-        other_moment += dz_a * o_a + dz_b * o_b
-    at = program * channels + columns
-    tl.store(partials + at, tl.sum(total, 0), mask=is_column)
-    tl.store(partials + programs * channels + at, tl.sum(moment, 0), mask=is_column)
-    tl.store(partials + 2 * programs * channels + at, tl.sum(other_moment, 0), mask=is_column)
+    if other is not None:
+        tl.store(partials + 2 * programs * channels + at, tl.sum(other_moment, 0), mask=is_column)
 
 
 @triton.jit
@@ -146,15 +101,18 @@ def finish_sums(
     gradients: tl.tensor,  # (2, C): of weight and bias; (4, C) with a second input
     channels: int,
     programs: int,
+    PDL: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     """Gradients of weights and biases from the sums of the programs."""
     columns = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     is_column = columns < channels
+    # May come before the wait: the kernel right before is partial_sums, which does not write statistics.
+    rstd = tl.load(statistics + channels + columns, mask=is_column, other=0.0)
+    wait_for_inputs(PDL)
     total = _column_sums(partials, programs, channels, columns, is_column, BLOCK_P)
     moment = _column_sums(partials + programs * channels, programs, channels, columns, is_column, BLOCK_P)
-    rstd = tl.load(statistics + channels + columns, mask=is_column, other=0.0)
     tl.store(gradients + columns, moment * rstd, mask=is_column)
     tl.store(gradients + channels + columns, total, mask=is_column)
     if other_statistics is not None:
@@ -165,12 +123,12 @@ def finish_sums(
 
 
 @triton.jit
-def _input_gradient(dz, x, rstd, scale, gradients, rows, channels, columns, is_column):
-    """dx from dz and the centred x."""
+def _slopes(gradients, rstd, scale, rows, channels, columns, is_column):
+    """Factor and summand (1, BLOCK_C) of the part of dx that is linear in the centred x."""
+    share = 1.0 / rows.to(gradients.dtype.element_ty)
     dweight = load_channels(gradients, columns, is_column)
     dbias = load_channels(gradients + channels, columns, is_column)
-    size = rows.to(gradients.dtype.element_ty)
-    return dz * scale - (dbias * (scale / size) + x * (dweight * (rstd * scale / size)))
+    return -(dweight * rstd) * (scale * share), -dbias * (scale * share)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -195,6 +153,8 @@ def input_gradients(
     rows: int,
     channels: int,
     HAS_SILU: tl.constexpr,
+    FAST: tl.constexpr,
+    PDL: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
@@ -204,21 +164,31 @@ def input_gradients(
     columns = (tl.program_id(0) % blocks) * BLOCK_C + tl.arange(0, BLOCK_C)
     is_column = columns < channels
     first = (tl.program_id(0) // blocks) * BLOCK_R
-    mean, rstd, scale, shift = _load_coefficients(statistics, weight, bias, channels, columns, is_column)
-    dz = load_rows(dy, dy_stride, first, rows, columns, is_column, ACC, BLOCK_R)
-    centred = load_rows(x, x_stride, first, rows, columns, is_column, ACC, BLOCK_R) - mean
+    # All but the sums may come before the wait: the kernel right before is finish_sums, which writes nothing else.
+    raw_dy = load_raw(dy, dy_stride, first, rows, columns, is_column, BLOCK_R)
+    raw_x = load_raw(x, x_stride, first, rows, columns, is_column, BLOCK_R)
     if other is not None:
-        other_mean, other_rstd, other_scale, other_shift = _load_coefficients(
+        raw_other = load_raw(other, other_stride, first, rows, columns, is_column, BLOCK_R)
+    mean, rstd, scale, shift = load_coefficients(statistics, weight, bias, channels, columns, is_column)
+    if other is not None:
+        other_mean, other_rstd, other_scale, other_shift = load_coefficients(
             other_statistics, other_weight, other_bias, channels, columns, is_column
         )
-        other_centred = load_rows(other, other_stride, first, rows, columns, is_column, ACC, BLOCK_R) - other_mean
-        dz = _before_activation(dz, centred * scale + other_centred * other_scale + (shift + other_shift), HAS_SILU)
-        other_gradients = gradients + 2 * channels
-        gradient = _input_gradient(
-            dz, other_centred, other_rstd, other_scale, other_gradients, rows, channels, columns, is_column
+        shift += other_shift
+    wait_for_inputs(PDL)
+
+    slope, offset = _slopes(gradients, rstd, scale, rows, channels, columns, is_column)
+    centred = raw_x.to(ACC) - mean
+    z = centred * scale + shift
+    if other is not None:
+        other_slope, other_offset = _slopes(
+            gradients + 2 * channels, other_rstd, other_scale, rows, channels, columns, is_column
         )
-        store_rows(other_dx, gradient, first, rows, other_dx_stride, columns, is_column, BLOCK_R)
-    else:
-        dz = _before_activation(dz, centred * scale + shift, HAS_SILU)
-    gradient = _input_gradient(dz, centred, rstd, scale, gradients, rows, channels, columns, is_column)
+        other_centred = raw_other.to(ACC) - other_mean
+        z += other_centred * other_scale
+    dz = _before_activation(raw_dy.to(ACC), z, HAS_SILU, FAST)
+    gradient = dz * scale + (centred * slope + offset)
     store_rows(dx, gradient, first, rows, dx_stride, columns, is_column, BLOCK_R)
+    if other is not None:
+        gradient = dz * other_scale + (other_centred * other_slope + other_offset)
+        store_rows(other_dx, gradient, first, rows, other_dx_stride, columns, is_column, BLOCK_R)
