@@ -26,6 +26,7 @@ def test_totals(shape: tuple[int, ...], dtype: torch.dtype, sliced: bool, device
     torch.testing.assert_close(found.double().cpu(), x.cpu().double().sum((0, 2, 3)), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.usefixtures("exact_float32")
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("frozen", ["", "weight", "bias", "x"])
 def test_gradients(dtype: torch.dtype, frozen: str, device: torch.device) -> None:

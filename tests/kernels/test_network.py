@@ -101,6 +101,7 @@ def fusible(model: nn.Module) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("exact_float32")
 @pytest.mark.parametrize("parts", [0, 2])
 def test_a_network_with_every_block(parts: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, fused = twins(TINY_DUAL, device)
@@ -118,6 +119,7 @@ def test_a_network_with_every_block(parts: int, device: torch.device, monkeypatc
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("exact_float32")
 def test_frozen_rows(device: torch.device) -> None:
     plain, fused = twins(TINY_DUAL, device)
     for model in (plain, fused):

@@ -195,8 +195,9 @@ def finish_statistics(
 
     variance = squares / (size - 1.0)
     is_finite = is_column & (tl.abs(mean) < float("inf")) & (variance < float("inf"))
-    tl.store(running_mean + columns, momentum * mean + (1.0 - momentum) * old_mean, mask=is_finite)
-    tl.store(running_var + columns, momentum * variance + (1.0 - momentum) * old_variance, mask=is_finite)
+    # A difference from 1 would be rounded to float32 like the number that it is taken from, for float64 maps too.
+    tl.store(running_mean + columns, old_mean + momentum * (mean - old_mean), mask=is_finite)
+    tl.store(running_var + columns, old_variance + momentum * (variance - old_variance), mask=is_finite)
     if batches is not None:
         is_first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
         tl.store(batches, tl.load(batches, mask=is_first) + 1, mask=is_first)
