@@ -9,6 +9,7 @@ repeat exactly. Nothing waits for the device, and all memory comes from torch, a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ MAP_TYPES = (torch.float16, torch.bfloat16)
 CHANNEL_STEP = 16
 INPUTS, OUTPUTS = (32, 48), (32, 96)
 """Fewest and most channels with which the kernels were faster than cuDNN's on an H200; with more they are not."""
+SHARED_BYTES = 160 * 1024  # that a program may have; the largest plan takes 147 KB
 COLOURS = 3  # channels of pictures, which the first layer reads at stride 2
 JOIN_PROGRAMS, JOIN_VALUES, JOIN_WARPS = 128, 32, 8
 
@@ -76,7 +78,7 @@ def convolve(x: Tensor, weight: Tensor, stride: int = 1, padding: int = 1) -> Te
 
 def suits(x: Tensor, weight: Tensor, stride: int = 1) -> bool:
     """Whether the kernels compute the weight gradient of this convolution with padding 1 and one group."""
-    if x.dim() != 4 or x.dtype not in MAP_TYPES or not can_launch(x):
+    if x.dim() != 4 or x.dtype not in MAP_TYPES or not can_launch(x) or not _has_room(x.device):
         return False
     if weight.dtype not in (x.dtype, torch.float32) or weight.device != x.device:
         return False
@@ -87,6 +89,14 @@ def suits(x: Tensor, weight: Tensor, stride: int = 1) -> bool:
     if stride not in (1, 2) or any(side % stride for side in x.shape[2:]):
         return False
     return 0 < x.numel() < ROWS_LIMIT * inputs and row_stride(x) is not None
+
+
+@cache
+def _has_room(device: torch.device) -> bool:
+    """Whether the tiles of the largest plan fit: cards for desktops have less shared memory than those for servers."""
+    if device.type != "cuda":
+        return True
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= SHARED_BYTES
 
 
 def _is_between(channels: int, limits: tuple[int, int]) -> bool:
