@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from utils.log import CountedWarnings
-from utils.train.ema import ModelEMA
+from utils.train.ema import ModelEMA, joined_like
 
 SHOWN_NAMES = 8  # of images in a warning
 MAX_SKIPPED = 30  # optimizer steps in a row; a loss scale that settles needs fewer
@@ -20,6 +20,9 @@ class WeightUpdate:
 
     On CUDA the fused optimizers decide by themselves whether a step is made, from a flag in device memory. Elsewhere
     reading the flag costs nothing.
+
+    There, too, gradients and averaged weights are joined (``is_joined``): with small batches the device would wait for
+    a processor that hands it hundreds of tensors several times a step. Has to be made before graphs are recorded.
     """
 
     def __init__(
@@ -29,17 +32,29 @@ class WeightUpdate:
         scaler: torch.amp.GradScaler,
         ema: ModelEMA,
         clip_limit: float,
+        *,
+        is_joined: bool | None = None,
     ) -> None:
         self.model, self.optimizer, self.scaler, self.ema = model, optimizer, scaler, ema
         self.clip_limit = clip_limit
         self.trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.statistics, self.averaged = join_statistics(model), join_statistics(ema.ema)
         self.is_deferred = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if is_joined is None:
+            is_joined = self.is_deferred and all(weight.is_cuda for weight in model.parameters())
+        self.gradients: JoinedGradients | None = None
+        if is_joined and self.trainable and ema.join(model, self.averaged, self.statistics):
+            self.gradients = JoinedGradients(self.trainable)
 
     def __call__(self) -> Tensor:
         """Make one step and clear the gradients; return their norm before clipping, 0-d, on the device."""
-        self.scaler.unscale_(self.optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(self.trainable, self.clip_limit)
+        joined = self.gradients if self.gradients is not None and self.gradients.are_in_place() else None
+        if joined is None:
+            self.scaler.unscale_(self.optimizer)
+            norm = torch.nn.utils.clip_grad_norm_(self.trainable, self.clip_limit)
+        else:
+            self.scaler.unscale_(joined)  # type: ignore[arg-type]  # asks for nothing but groups of parameters
+            norm = joined.clip(self.clip_limit)
         is_finite = torch.isfinite(norm)
         if self.is_deferred:
             self.optimizer.found_inf = (~is_finite).float()
@@ -53,13 +68,46 @@ class WeightUpdate:
             self._mend_statistics()
         self.scaler.update()
         # Kept where they are: recorded graphs write to these addresses.
-        self.optimizer.zero_grad(set_to_none=not self.is_deferred)
+        if joined is None:
+            self.optimizer.zero_grad(set_to_none=not self.is_deferred)
+        else:
+            joined.flat.zero_()
         return norm
 
     @torch.no_grad()
     def _mend_statistics(self) -> None:
         """Give running statistics that an infinite activation has spoilt the values of the average."""
         torch.where(torch.isfinite(self.statistics), self.statistics, self.averaged, out=self.statistics)
+
+
+class JoinedGradients:
+    """The gradients of some float32 weights as parts of one tensor, ``flat``: what is done to all is done to that.
+
+    Stands in for an optimizer in ``GradScaler.unscale_``, as one with a single parameter.
+    """
+
+    @torch.no_grad()
+    def __init__(self, weights: Sequence[nn.Parameter]) -> None:
+        self.weights = weights
+        self.flat, self.parts = joined_like(weights)
+        for weight, part in zip(weights, self.parts, strict=True):
+            if weight.grad is not None:
+                part.copy_(weight.grad)
+            weight.grad = part
+        stand_in = self.flat.detach()
+        stand_in.grad = self.flat
+        self.param_groups = [{"params": [stand_in]}]
+
+    def are_in_place(self) -> bool:
+        """Whether all weights still have these gradients; others may have been given to them."""
+        return all(weight.grad is part for weight, part in zip(self.weights, self.parts, strict=True))
+
+    @torch.no_grad()
+    def clip(self, limit: float) -> Tensor:
+        """Scale to the norm ``limit`` what is longer; return the norm before, 0-d. As ``clip_grad_norm_`` does it."""
+        norm = torch.linalg.vector_norm(self.flat)
+        self.flat.mul_((limit / (norm + 1e-6)).clamp(max=1.0))
+        return norm
 
 
 def join_statistics(model: nn.Module) -> Tensor:
