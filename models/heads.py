@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from models.blocks import DFL, Conv, without_autocast
 from models.fast_paths import is_watched, joint_end, joint_parts, trains_fast
 from models.upstream import known_as
+from utils.kernels.layout import can_launch
 
 Maps = list[Tensor]
 """The raw maps of one branch, one (B, 4 * reg_max + nc, H, W) per level."""
@@ -44,7 +45,10 @@ def class_hidden_width(first_channels: int, nc: int) -> int:
 
 def _level(x: Tensor, box: nn.Sequential, cls: nn.Sequential) -> Tensor:
     """Return the raw map (B, 4 * reg_max + nc, H, W) of one level from its box and class branches."""
-    if not trains_fast(box[0]) or is_watched(box) or is_watched(cls):
+    inner = [*box[:2], *cls[:2]]
+    if not can_launch(x) or not all(trains_fast(block) and block.bn is not None for block in inner):
+        return torch.cat((box(x), cls(x)), 1)
+    if is_watched(box) or is_watched(cls):
         return torch.cat((box(x), cls(x)), 1)
     first, second = joint_parts(x, (box[0], cls[0]))
     return joint_end((first, second), (box[1], cls[1]), (box[2], cls[2]))

@@ -9,9 +9,11 @@ that says which name it was. No class or function named by a file is ever looked
 from __future__ import annotations
 
 import io
+import lzma
 import math
 import pickle
 import zipfile
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
@@ -175,8 +177,13 @@ def read_torch_file(path: str | Path) -> Any:
         raise WeightsFileError(
             f"{path}: damaged or cut off at {path.stat().st_size} bytes ({error}); copy or download it again"
         ) from error
-    except MALFORMED as error:
+    except (*MALFORMED, zlib.error, lzma.LZMAError) as error:
         raise WeightsFileError(f"{path}: the data inside are damaged ({type(error).__name__}: {error})") from error
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        # Reading at a place that does not exist, or a compressed entry that is damaged: neither knows its file.
+        raise WeightsFileError(f"{path}: cannot be read ({error}); copy or download it again") from error
 
 
 def _check_entries(archive: zipfile.ZipFile, size: int) -> None:

@@ -544,9 +544,10 @@ def test_no_plural_is_made_of_a_name_that_has_one_or_takes_none(name: str) -> No
 # --- whole ---
 
 
+@pytest.mark.parametrize("is_script", [False, True])
 @pytest.mark.parametrize(("name", "is_woken"), [("best.pt", True), ("best.onnx", False), ("a_openvino_model", False)])
 def test_the_card_is_woken_for_weights_of_torch_before_anything_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_woken: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_woken: bool, is_script: bool
 ) -> None:
     """Other formats may not run on it at all, and then it keeps its memory."""
     steps: list[str] = []
@@ -561,10 +562,11 @@ def test_the_card_is_woken_for_weights_of_torch_before_anything_else(
     monkeypatch.setattr("utils.runtime.wake", lambda device, rehearse: steps.append(device))
     monkeypatch.setattr(Detector, "run", run)
     with pytest.raises(Started):
-        detect_dual.main(["--weights", str(tmp_path / name), "--device", "1"])
+        detect_dual.main(["--weights", str(tmp_path / name), "--device", "1"], is_script=is_script)
     assert steps == (["cuda:1"] if is_woken else [])
-    assert gc.isenabled() and gc.get_freeze_count()  # what was loaded is no more looked through for garbage
+    frozen = gc.get_freeze_count()
     gc.unfreeze()
+    assert gc.isenabled() and bool(frozen) == is_script  # the garbage of a program that calls it is its own
 
 
 @pytest.fixture(scope="module")

@@ -177,6 +177,12 @@ def test_a_batch_is_matched_like_its_images(monkeypatch):
                 assert torch.equal(chosen[table.amax(1) > 0], table.argmax(1)[table.amax(1) > 0])
 
 
+def test_without_thresholds_nothing_is_judged():
+    row = torch.tensor([[0.0, 0, 10, 10, 0.9, 0]])
+    match = match_batch(row, [1], torch.tensor([[0.0, 0, 0, 10, 10]]), [1], torch.zeros(0))
+    assert match.correct.shape == (1, 0)
+
+
 @pytest.mark.gpu
 def test_card_and_processor_agree():
     labels, detections = random_scene(1, objects=20, count=60)

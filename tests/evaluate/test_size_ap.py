@@ -127,6 +127,15 @@ def test_only_those_that_want_the_same_label_wait_for_each_other():
     assert size_ap._turns(row, label, np.array([0, 1, 2, 3])).tolist() == [0, 1, 2, 0]
 
 
+def test_a_pair_that_is_listed_twice_counts_once():
+    one = np.array([0])
+    box = np.array([[0, 0, 40, 40.0]])
+    detections = Instances(one, one, box, np.array([0.9]))
+    labels = Instances(one, one, box, np.array([0.9]))
+    once, twice = (size_figures(detections, labels, np.array([[0, 0]] * number)) for number in (1, 2))
+    assert once.total.ap == twice.total.ap == 1.0
+
+
 def test_second_best_label_is_taken_unlike_in_upstreams_figures():
     """Both detections overlap both labels; the first takes the label the second likes best."""
     boxes = np.array([[0.0, 0, 10, 10], [0, 0, 10, 11]])

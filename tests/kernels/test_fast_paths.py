@@ -9,12 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models import fast_paths
+from models import fast_paths, heads
 from models.blocks import Conv, RepConvN, use_fused_kernels
 from models.fast_paths import joint_parts, joint_sum
 from models.heads import DualDDetect
+from tests.kernels.test_network import assert_same, pictures, step, twins
 from tests.kernels.test_norm import channels_last
 from tests.reference.fill import fill_state_dict
+from tests.reference.tiny import TINY_DUAL
+from utils.kernels import biased, layout, moves, norm, pool, weight_gradient
 
 Blocks = Sequence[nn.Module]
 
@@ -164,3 +167,24 @@ def test_weight_gradients_of_narrow_convolutions(is_watched: bool, device: torch
     wanted = torch.nn.grad.conv2d_weight(x.cpu().double(), (48, 32, 3, 3), torch.ones(2, 48, 9, 7).double(), 1, 1)
     gradient = torch.autograd.grad(found.sum(), fused.conv.weight)[0].cpu().double()
     assert float((gradient - wanted).abs().max()) <= 1e-3 * float(wanted.abs().max())
+
+
+def test_a_folded_head_in_training_mode_takes_the_plain_path(device: torch.device) -> None:
+    head = DualDDetect(3, (16, 24, 16, 24)).to(device, memory_format=torch.channels_last).train()
+    plain = copy.deepcopy(head)
+    for module in (*head.modules(), *plain.modules()):
+        if isinstance(module, Conv):
+            module.bn = None
+    use_fused_kernels(head)
+    inputs = [channels_last(torch.randn(2, channels, 5, 4, device=device)) for channels in (16, 24, 16, 24)]
+    for found, wanted in zip(head(list(inputs)), plain(list(inputs)), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_nothing_changes_where_kernels_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (fast_paths, heads, layout, norm, moves, biased, weight_gradient, pool):
+        monkeypatch.setattr(module, "can_launch", lambda _: False)
+    plain, fused = twins(TINY_DUAL, torch.device("cpu"))
+    images = pictures(torch.device("cpu"))
+    assert torch.equal(step(fused, images), step(plain, images))
+    assert_same(plain, fused, 0.0)

@@ -26,7 +26,7 @@ import torch
 
 from models.checkpoint import build_model, load_checkpoint
 from models.safe_reader import UnsafeWeightsError, WeightsFileError, read_torch_file
-from tests.reference.tiny import TINY_DUAL, tiny_dual
+from tests.reference.tiny import TINY_DUAL, save_tiny_dual, tiny_dual
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 HARMFUL = ("exec", "import", "socket.", "ctypes.", "pickle.find_class", "shutil.", "os.", "subprocess.", "urllib.")
@@ -193,6 +193,39 @@ CLAIMS = {
 def test_pickles_that_claim_gigabytes(tmp_path: Path, claim: str) -> None:
     path = archive(tmp_path / "bomb.pt", CLAIMS[claim])
     with little_memory(), nothing_may_run(path), pytest.raises(WeightsFileError, match="damaged|claims"):
+        load_checkpoint(path)
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+@pytest.mark.parametrize("position", [0.2, 0.5, 0.8])
+def test_repacked_file_whose_data_are_damaged(tmp_path: Path, method: int, position: float) -> None:
+    """Each kind of compression fails in a way of its own; all are told with the name of the file."""
+    save_tiny_dual(tmp_path / "sound.pt")
+    with (
+        zipfile.ZipFile(tmp_path / "sound.pt") as source,
+        zipfile.ZipFile(tmp_path / "packed.pt", "w", method) as target,
+    ):
+        for entry in source.infolist():
+            target.writestr(entry.filename, source.read(entry))
+    content = bytearray((tmp_path / "packed.pt").read_bytes())
+    with zipfile.ZipFile(tmp_path / "packed.pt") as packed:
+        entry = next(entry for entry in packed.infolist() if entry.filename.endswith("data.pkl"))
+    start = entry.header_offset + 30 + len(entry.filename) + int(position * entry.compress_size)
+    for place in range(start, start + 40):
+        content[place] ^= 0xFF
+    (tmp_path / "packed.pt").write_bytes(content)
+    with pytest.raises(WeightsFileError, match="packed.pt"):
+        load_checkpoint(tmp_path / "packed.pt")
+
+
+def test_entry_at_a_place_that_does_not_exist(tmp_path: Path) -> None:
+    path = archive(tmp_path / "odd.pt", pickle.dumps({}, 2))
+    content = bytearray(path.read_bytes())
+    end = content.rindex(b"PK\x05\x06")  # of the directory, which says where that begins
+    (start,) = struct.unpack_from("<I", content, end + 16)
+    struct.pack_into("<I", content, end + 16, start + 60)
+    path.write_bytes(content)
+    with pytest.raises(WeightsFileError, match="odd.pt"):
         load_checkpoint(path)
 
 

@@ -115,7 +115,7 @@ class _Block:
 
 def _match_portion(detections: _Block, labels: _Block, thresholds: Tensor) -> BatchMatch:
     """Match images side by side; row numbers of the result count from the portion's first rows."""
-    if not detections.rows.shape[1] or not labels.rows.shape[1]:
+    if not detections.rows.shape[1] or not labels.rows.shape[1] or not len(thresholds):
         return _nothing(len(detections.image), thresholds)
     own = (detections.image, detections.position)
     overlap = _pairwise_iou(labels.rows[..., 1:5], detections.rows[..., :4])  # (B, G, N)

@@ -164,6 +164,8 @@ def _turns(row: np.ndarray, label: np.ndarray, rank: np.ndarray) -> np.ndarray:
     """
     order = np.lexsort((rank[row], label))
     row, label = row[order], label[order]
+    is_new = np.r_[True, (row[1:] != row[:-1]) | (label[1:] != label[:-1])][: len(row)]  # a pair may be listed twice
+    row, label = row[is_new], label[is_new]
     turns = np.zeros(len(rank), np.int64)
     while len(row):
         has_better = np.zeros(len(rank), bool)
