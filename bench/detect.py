@@ -304,7 +304,7 @@ def time_of(command: list[str], environment: dict[str, str]) -> tuple[float, str
     run = subprocess.run(command, cwd=REPO_ROOT, env=environment, capture_output=True, text=True, check=False)
     seconds = time.perf_counter() - started
     if run.returncode:
-        raise RuntimeError(f"{command[1]} failed:\n{(run.stdout + run.stderr)[-2000:]}")
+        raise RuntimeError(f"{' '.join(command[1:3])} failed:\n{(run.stdout + run.stderr)[-2000:]}")
     return seconds, run.stdout
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from models.fast_paths import beside, convolution, joint_sum, trains_fast
 from models.upstream import known_as
+from utils.kernels.layout import is_watched
 from utils.kernels.moves import enlarge_nearest
 from utils.kernels.norm import bn_act, bn_add_act
 from utils.kernels.norm_parts import bn_act_parts
@@ -105,13 +106,13 @@ class Conv(nn.Module):
 
     def parts(self, x: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
         """Return ``self(x)`` cut into parts of ``widths`` channels."""
-        if self.uses_kernels and self.bn is not None:
+        if self.uses_kernels and self.bn is not None and not is_watched(self):
             return bn_act_parts(convolution(self, x), [self.bn], self.act, widths)
         return self(x).split(widths, 1)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """Return ``residual + self(x)``."""
-        if self.uses_kernels and self.bn is not None:
+        if self.uses_kernels and self.bn is not None and not is_watched(self):
             return bn_act(convolution(self, x), self.bn, self.act, residual)
         return residual + self(x)
 
@@ -203,8 +204,9 @@ class RepConvN(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.is_fused:
             return self.act(self.conv(x))
-        if self.uses_kernels and self.conv1.bn is not None and self.conv2.bn is not None:
-            joint = joint_sum(x, (self.conv1, self.conv2), self.act)
+        branches = (self.conv1, self.conv2)
+        if self.uses_kernels and not any(branch.bn is None or is_watched(branch) for branch in branches):
+            joint = joint_sum(x, branches, self.act)
             if joint is not None:
                 return joint
             first, second = self.conv1.conv(x), self.conv2.conv(x)

@@ -1,6 +1,6 @@
 """What blocks and heads do differently where the kernels of :mod:`utils.kernels` are switched on for training.
 
-Each function equals plain modules within rounding and takes these wherever the kernels do not apply: in eval mode, off
+All of it equals plain modules within rounding, and these are taken wherever the kernels do not apply: in eval mode, off
 CUDA, while something traces the model, or where a module carries hooks, which have a right to be called. Blocks are
 modules with the attributes ``conv``, ``bn``, ``act`` and ``uses_kernels``, such as :class:`models.blocks.Conv`.
 """
@@ -14,18 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from utils.kernels.biased import convolve_pointwise
-from utils.kernels.layout import can_launch
+from utils.kernels.layout import can_launch, is_watched
 from utils.kernels.moves import concatenate, fork
 from utils.kernels.norm_parts import bn_act_beside, bn_act_parts, bn_add_act_joint
 from utils.kernels.weight_gradient import convolve
-
-
-def is_watched(module: nn.Module) -> bool:
-    """Whether hooks wait for calls of ``module`` or of a module inside it."""
-    return any(
-        each._forward_hooks or each._forward_pre_hooks or each._backward_hooks or each._backward_pre_hooks
-        for each in module.modules()
-    )
 
 
 def trains_fast(block: nn.Module) -> bool:
@@ -62,7 +54,9 @@ def joint_parts(x: Tensor, blocks: Sequence[nn.Module]) -> Sequence[Tensor]:
 def joint_sum(x: Tensor, blocks: Sequence[nn.Module], act: nn.Module) -> Tensor | None:
     """Return ``act`` of the sum of two blocks without activation from one convolution; None where that is not so."""
     first, second = blocks
-    if not _joins(x, blocks) or first.bn.num_features != second.bn.num_features:
+    if any(type(block.act) is not nn.Identity for block in blocks) or not _joins(x, blocks):
+        return None
+    if first.bn.num_features != second.bn.num_features:
         return None
     return bn_add_act_joint(_joint_convolution(x, blocks), first.bn, second.bn, act)
 
@@ -103,7 +97,25 @@ def _joint_convolution(x: Tensor, blocks: Sequence[nn.Module]) -> Tensor:
     return convolve(x, torch.cat(weights), convolutions[0].stride[0], largest // 2)
 
 
-def joint_end(maps: Sequence[Tensor], blocks: Sequence[nn.Module], ends: Sequence[nn.Conv2d]) -> Tensor:
+def level_map(x: Tensor, box: nn.Sequential, cls: nn.Sequential) -> Tensor:
+    """Return the raw map (B, 4 * reg_max + nc, H, W) of a level of a head from its box and its class branch.
+
+    Each branch is two blocks and a 1x1 convolution with a bias.
+    """
+    blocks = (*box[:2], *cls[:2])
+    if (
+        not can_launch(x)
+        or not all(trains_fast(block) and block.bn is not None for block in blocks)
+        or type(box[1].act) is not type(cls[1].act)
+        or is_watched(box)
+        or is_watched(cls)
+    ):
+        return torch.cat((box(x), cls(x)), 1)
+    first, second = joint_parts(x, (box[0], cls[0]))
+    return _joint_end((first, second), (box[1], cls[1]), (box[2], cls[2]))
+
+
+def _joint_end(maps: Sequence[Tensor], blocks: Sequence[nn.Module], ends: Sequence[nn.Conv2d]) -> Tensor:
     """Return ``end(block(x))`` for each of ``maps`` beside each other, from one 1x1 convolution.
 
     Its weight has those of ``ends``, and those of their groups, along the diagonal and zeros elsewhere: what it

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from models.blocks import DFL, Conv, without_autocast
-from models.fast_paths import is_watched, joint_end, joint_parts, trains_fast
+from models.fast_paths import level_map
 from models.upstream import known_as
-from utils.kernels.layout import can_launch
 
 Maps = list[Tensor]
 """The raw maps of one branch, one (B, 4 * reg_max + nc, H, W) per level."""
@@ -41,17 +40,6 @@ def box_hidden_width(first_channels: int, reg_max: int) -> int:
 def class_hidden_width(first_channels: int, nc: int) -> int:
     """Hidden width of a class branch; it depends on the class count as long as that is small."""
     return max(first_channels, min(2 * nc, 128))
-
-
-def _level(x: Tensor, box: nn.Sequential, cls: nn.Sequential) -> Tensor:
-    """Return the raw map (B, 4 * reg_max + nc, H, W) of one level from its box and class branches."""
-    inner = [*box[:2], *cls[:2]]
-    if not can_launch(x) or not all(trains_fast(block) and block.bn is not None for block in inner):
-        return torch.cat((box(x), cls(x)), 1)
-    if is_watched(box) or is_watched(cls):
-        return torch.cat((box(x), cls(x)), 1)
-    first, second = joint_parts(x, (box[0], cls[0]))
-    return joint_end((first, second), (box[1], cls[1]), (box[2], cls[2]))
 
 
 class _BranchedHead(nn.Module):
@@ -163,7 +151,7 @@ class _BranchedHead(nn.Module):
         result = []
         for index, (boxes, classes, _) in list(enumerate(self.branches))[first:]:
             levels = inputs[index * self.nl : (index + 1) * self.nl]
-            result.append([_level(x, box, cls) for x, box, cls in zip(levels, boxes, classes, strict=True)])
+            result.append([level_map(x, box, cls) for x, box, cls in zip(levels, boxes, classes, strict=True)])
         return result
 
     def decode(self, maps: Maps, decoder: DFL) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from models.blocks import Conv, RepConvN
 from models.fast_paths import beside, joint_parts, trains_fast, two_readers
 from models.upstream import known_as
+from utils.kernels.layout import is_watched
 from utils.kernels.moves import largest_neighbours
 
 __all__ = ["Bottleneck", "ELAN1", "RepNBottleneck", "RepNCSP", "RepNCSPELAN4", "SP", "SPPELAN"]
@@ -122,7 +123,7 @@ class SP(nn.Module):
         self.m = nn.MaxPool2d(kernel_size=k, stride=s, padding=k // 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        if trains_fast(self) and self.m.stride == 1:
+        if trains_fast(self) and self.m.stride == 1 and not is_watched(self.m):
             return largest_neighbours(x, self.m.kernel_size)
         return self.m(x)
 

@@ -133,15 +133,14 @@ def test_waking_a_device_that_fails_leaves_the_error_to_its_user(
         raise torch.OutOfMemoryError("none left")
 
     monkeypatch.setattr(torch, "zeros", zeros)
-    wake.cache_clear()
+    monkeypatch.setattr(runtime, "_awake", set())
     wake(torch.device("cpu"))
     assert not new_threads()
-    wake(torch.device("cuda:0"))
+    wake(torch.device("cuda:0"), lambda _: pytest.fail("the computation before it has failed"))
     wake(torch.device("cuda:0"))
     for thread in [thread for thread in threading.enumerate() if thread.name == "wake"]:
         thread.join()
     assert asked == [torch.device("cuda:0")]
-    wake.cache_clear()
 
 
 @pytest.mark.parametrize("count", [0, 2])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import os
 import platform
@@ -178,13 +177,16 @@ def place(model: nn.Module, device: torch.device) -> nn.Module:
     return model.to(device)
 
 
-@functools.cache  # once is enough
+_awake: set[torch.device] = set()
+
+
 def wake(device: torch.device, rehearse: Callable[[torch.device], object] | None = None) -> None:
     """Begin to load what the first computation on a GPU needs, in a thread beside whatever comes next.
 
     ``rehearse`` is called with the device there: it runs on something small what will be needed besides convolutions.
     """
-    if device.type == "cuda":
+    if device.type == "cuda" and device not in _awake:
+        _awake.add(device)  # once is enough, whoever asks
         threading.Thread(target=_first_computation, args=(device, rehearse), name="wake").start()
 
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models import fast_paths, heads
-from models.blocks import Conv, RepConvN, use_fused_kernels
+from models import fast_paths
+from models.blocks import ADown, Conv, RepConvN, use_fused_kernels
 from models.fast_paths import joint_parts, joint_sum
 from models.heads import DualDDetect
+from models.stages import SP, SPPELAN, RepNBottleneck, RepNCSPELAN4
 from tests.kernels.test_network import assert_same, pictures, step, twins
 from tests.kernels.test_norm import channels_last
 from tests.reference.fill import fill_state_dict
@@ -117,13 +118,18 @@ def test_what_is_no_single_convolution_stays_apart(
     calls = count_joint(monkeypatch)
     found = joint_parts(drawn(device, 16), list(blocks))
     assert not calls and len(found) == 2
-    if change != "another stride":
+    for block in blocks:
+        block.act = nn.Identity()
+    if change not in ("another stride", "another activation"):
         assert joint_sum(drawn(device, 16), list(blocks), nn.SiLU()) is None
     assert not calls
 
 
+HOOKS = ["forward", "forward_pre", "full_backward", "full_backward_pre"]
+
+
 @pytest.mark.parametrize("place", ["block", "convolution", "norm", "activation"])
-@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward"])
+@pytest.mark.parametrize("kind", HOOKS)
 def test_hooks_are_called(place: str, kind: str, device: torch.device) -> None:
     blocks = nn.ModuleList([Conv(16, 16, 3), Conv(16, 16, 3)])
     for block in blocks:
@@ -135,6 +141,32 @@ def test_hooks_are_called(place: str, kind: str, device: torch.device) -> None:
     getattr(watched[place], f"register_{kind}_hook")(lambda *_: called.append(kind))
     sum(each.sum() for each in joint_parts(drawn(device, 16), list(blocks))).backward()
     assert called == [kind]
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+@pytest.mark.parametrize("make", [
+    lambda: RepConvN(16, 16), lambda: RepNCSPELAN4(16, 16, 16, 16, 1), lambda: RepNBottleneck(16, 16), lambda: SP(5),
+    lambda: ADown(16, 16), lambda: SPPELAN(16, 16, 16),
+])  # fmt: skip
+def test_hooks_of_all_modules_of_a_block_are_called(
+    make: Callable[[], nn.Module], kind: str, device: torch.device
+) -> None:
+    """As often as with plain modules, wherever in the block they wait."""
+    torch.manual_seed(0)
+    plain = make().to(device, memory_format=torch.channels_last).train()
+    for module in plain.modules():
+        if isinstance(module, nn.SiLU):
+            module.inplace = False  # torch refuses backward hooks on what works in place
+    blocks = {False: plain, True: fused_copy(plain)}
+    called: dict[bool, list[str]] = {}
+    for is_fused, block in blocks.items():
+        names: list[str] = []
+        for name, module in block.named_modules():
+            getattr(module, f"register_{kind}_hook")(lambda *_, name=name, names=names: names.append(name))
+        x = channels_last(torch.randn(2, 16, 8, 8, device=device)).requires_grad_()
+        block(x).sum().backward()
+        called[is_fused] = sorted(names)
+    assert called[True] == called[False] and called[True]
 
 
 def count_joint(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -182,7 +214,7 @@ def test_a_folded_head_in_training_mode_takes_the_plain_path(device: torch.devic
 
 
 def test_nothing_changes_where_kernels_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (fast_paths, heads, layout, norm, moves, biased, weight_gradient, pool):
+    for module in (fast_paths, layout, norm, moves, biased, weight_gradient, pool):
         monkeypatch.setattr(module, "can_launch", lambda _: False)
     plain, fused = twins(TINY_DUAL, torch.device("cpu"))
     images = pictures(torch.device("cpu"))

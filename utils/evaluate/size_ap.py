@@ -99,7 +99,8 @@ def _is_outside(areas: np.ndarray) -> np.ndarray:
 def _ranks(detections: Instances) -> np.ndarray:
     """Return the place of each detection among those of its image and class, by falling confidence, (N,)."""
     image, confidence = detections.image, detections.confidence
-    is_sorted = ((confidence[1:] <= confidence[:-1]) | (image[1:] != image[:-1])).all()  # as suppression leaves them
+    step, falls = np.diff(image), confidence[1:] <= confidence[:-1]
+    is_sorted = ((step > 0) | ((step == 0) & falls)).all()  # as suppression leaves them
     order = np.lexsort((detections.number, image) if is_sorted else (-confidence, detections.number, image))
     image, number = detections.image[order], detections.number[order]
     is_first = np.ones(len(order), bool)

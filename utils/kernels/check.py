@@ -19,6 +19,8 @@ from utils.kernels.pool import average_neighbours
 from utils.kernels.weight_gradient import convolve
 
 CHANNELS, SIDE = 32, 9
+NARROW = ((32, 32, 1), (32, 64, 1), (48, 48, 1), (48, 96, 1), (3, 32, 2))
+"""Inputs, outputs and stride of convolutions whose weight gradients are kernels of our own."""
 WEIGHT_SCALE = 0.1  # keeps sums of many products near 1
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3}
 """Largest difference from float64 results, as a share of their largest value."""
@@ -53,7 +55,7 @@ def difference_from_plain(device: torch.device, dtype: torch.dtype) -> float:
 
     Compared are outputs, gradients and running statistics of a few small blocks, each as a share of the largest value.
     """
-    # In float32 a card may round what it convolves to fewer digits; own kernels are beside half precision only.
+    # In float32 a card may round what it convolves to fewer digits: there only what surrounds convolutions is compared.
     convolves = dtype in HALF_TYPES
     fused = _results(device, dtype, is_fused=True, convolves=convolves)
     plain = _results(torch.device("cpu"), torch.float64, is_fused=False, convolves=convolves)
@@ -84,6 +86,11 @@ def _results(device: torch.device, dtype: torch.dtype, *, is_fused: bool, convol
     norms.append(copy.deepcopy(norms[0]))
     run = _fused_outputs if is_fused else _plain_outputs
     outputs = run(inputs, norms, weights if convolves else None)
+    for inside, outside, stride in NARROW if convolves else ():  # each cuts its weight gradient in another way
+        x, weight = values(2, inside, 8, 8), values(outside, inside, 3, 3, scale=WEIGHT_SCALE)
+        inputs.append(x)
+        weights.append(weight)
+        outputs.append(convolve(x, weight, stride) if is_fused else F.conv2d(x, weight, None, stride, 1))
     total = 0
     for output in outputs:
         shares = torch.linspace(-1, 1, output.numel(), device=device).view(output.shape)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 WIDEST_BLOCK = 128
 """Channels of a tile at most: 256 bytes in half precision, two lines of the cache."""
@@ -38,6 +38,14 @@ def can_launch(x: Tensor) -> bool:
     """Whether kernels can run where ``x`` lies, and nothing records or traces the operations."""
     is_reachable = x.is_cuda or (x.device.type == "cpu" and is_interpreted())
     return is_reachable and has_triton() and not torch.jit.is_tracing() and not torch.compiler.is_compiling()
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether hooks wait for calls of ``module`` or of a module inside it: they have a right to be called."""
+    return any(
+        each._forward_hooks or each._forward_pre_hooks or each._backward_hooks or each._backward_pre_hooks
+        for each in module.modules()
+    )
 
 
 def on_device(x: Tensor) -> AbstractContextManager[object]:

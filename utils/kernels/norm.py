@@ -19,7 +19,17 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from utils.kernels.launch import is_fast, launch_options, resident_programs
-from utils.kernels.layout import ROWS_LIMIT, Tiling, as_rows, can_launch, ceil_div, on_device, row_stride, tiling
+from utils.kernels.layout import (
+    ROWS_LIMIT,
+    Tiling,
+    as_rows,
+    can_launch,
+    ceil_div,
+    is_watched,
+    on_device,
+    row_stride,
+    tiling,
+)
 
 SUM_TYPES = {
     torch.float16: torch.float32,
@@ -73,7 +83,7 @@ def is_fusible(x: Tensor, bn: nn.Module, act: nn.Module) -> bool:
         return False
     if bn.running_mean is None or bn.running_var is None or bn.momentum is None or bn.weight is None or bn.bias is None:
         return False
-    if any(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks for module in (bn, act)):
+    if is_watched(bn) or is_watched(act):
         return False
     if x.dim() != 4 or x.shape[1] != bn.num_features or not x.shape[1] < x.numel() < ROWS_LIMIT * x.shape[1]:
         return False  # for a single row, the module says what is wrong

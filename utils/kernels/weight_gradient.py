@@ -24,7 +24,7 @@ INPUTS, OUTPUTS = (32, 48), (32, 96)
 """Fewest and most channels with which the kernels were faster than cuDNN's on an H200; with more they are not."""
 SHARED_BYTES = 160 * 1024  # that a program may have; the largest plan takes 147 KB
 COLOURS = 3  # channels of pictures, which the first layer reads at stride 2
-JOIN_PROGRAMS, JOIN_VALUES, JOIN_WARPS = 128, 32, 8
+JOIN_ROWS, JOIN_VALUES, JOIN_WARPS = 128, 32, 8
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,6 @@ class Plan:
     stages: int
     warps: int
     resident: int  # programs on a multiprocessor at once
-    registers: int | None = None  # at most, per thread
 
     def blocks(self, inputs: int, outputs: int) -> int:
         """Programs that share a stretch of pixels."""
@@ -172,14 +171,13 @@ def weight_gradient(
         IS_AHEAD=plan.is_ahead,
         STAGES=plan.stages,
         num_warps=plan.warps,
-        maxnreg=plan.registers,
     )
     programs.join_products[(ceil_div(gradient.numel(), JOIN_VALUES),)](
         gradient,
         partials,
         stretches,
         gradient.numel(),
-        BLOCK_P=JOIN_PROGRAMS,
+        BLOCK_P=JOIN_ROWS,
         BLOCK_V=JOIN_VALUES,
         num_warps=JOIN_WARPS,
     )

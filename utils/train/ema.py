@@ -127,7 +127,8 @@ class ModelEMA:
         """
         entries = [*_floating_tensors(self.ema), *_floating_tensors(model)]
         weights = [*self.ema.parameters(), *model.parameters()]
-        if not weights or any(entry.dtype != torch.float32 for entry in (*entries, *weights)):
+        # Without statistics there is nothing of theirs on the device to be worked on beside the weights.
+        if not weights or not statistics.numel() or any(entry.dtype != torch.float32 for entry in (*entries, *weights)):
             return False
         self._joined = JoinedAverage(self.ema, model, averaged, statistics)
         return True

@@ -21,8 +21,8 @@ class WeightUpdate:
     On CUDA the fused optimizers decide by themselves whether a step is made, from a flag in device memory. Elsewhere
     reading the flag costs nothing.
 
-    There, too, gradients and averaged weights are joined (``is_joined``): with small batches the device would wait for
-    a processor that hands it hundreds of tensors several times a step. Has to be made before graphs are recorded.
+    On CUDA gradients and averaged weights are joined as well (``is_joined``): with small batches the device would wait
+    for a processor that hands it hundreds of tensors several times a step. Has to be made before graphs are recorded.
     """
 
     def __init__(
@@ -83,7 +83,8 @@ class WeightUpdate:
 class JoinedGradients:
     """The gradients of some float32 weights as parts of one tensor, ``flat``: what is done to all is done to that.
 
-    Stands in for an optimizer in ``GradScaler.unscale_``, as one with a single parameter.
+    Stands in for an optimizer in ``GradScaler.unscale_``, as one with a single parameter. A weight that nothing reads
+    has a gradient of zeros, so that it decays, unlike where gradients are apart.
     """
 
     @torch.no_grad()
