@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from utils.data.workers import (
     THREAD_VARIABLES,
     LoaderError,
     death_message,
+    leave_absent_readers,
     raise_failure,
     single_threaded_children,
     worker_count,
@@ -238,3 +240,22 @@ def test_pictures_that_vanish_all_at_once_are_told(shapes_dataset: Path, monkeyp
     monkeypatch.setattr("utils.data.dataset.imread_bgr", gone)
     with pytest.raises(LoaderError, match="none of the 24 pictures can be read"):
         list(loader)
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError("reset by peer"), BrokenPipeError(), EOFError()], ids=repr)
+def test_a_reader_that_ends_is_no_fault_of_a_worker(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it does so while a batch is handed over depends on the moment; other faults are shown as ever."""
+    shown: list[BaseException] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: shown.append(error))
+    leave_absent_readers()
+
+    def fail(fault: Exception) -> None:
+        sys.excepthook(type(fault), fault, None)
+
+    for fault in (error, other := ValueError("no batch")):
+        thread = threading.Thread(target=fail, args=(fault,))
+        thread.start()
+        thread.join()
+    assert shown == [other]
+    fail(error)
+    assert shown == [other, error]

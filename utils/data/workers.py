@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
-from types import FrameType
+from types import FrameType, TracebackType
 
 from utils.data.batching import Failure
 from utils.data.cache_folder import CutFile
@@ -51,6 +51,22 @@ def init_worker(worker_id: int) -> None:
     """Set a loader process up: one thread, as parallel work is spread over processes."""
     worker_limit_threads(worker_id)
     keep_freed_memory()
+    leave_absent_readers()
+
+
+def leave_absent_readers() -> None:
+    """Say nothing of a reader that is gone while it is handed a batch: it has ended, and was told why if need be.
+
+    The thread of Python's ``multiprocessing`` that hands memory over shows such an end as a fault, with a traceback.
+    """
+    told = sys.excepthook
+
+    def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        is_handing_over = threading.current_thread() is not threading.main_thread()
+        if not (is_handing_over and issubclass(kind, (ConnectionError, EOFError))):
+            told(kind, error, trace)
+
+    sys.excepthook = tell
 
 
 @contextlib.contextmanager
