@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from utils.kernels.layout import as_rows, can_launch, multiprocessors, on_device, tiling
+from utils.kernels.layout import SUM_TYPES, as_rows, can_launch, multiprocessors, on_device, tiling
 
 TOTAL_VALUES, TOTAL_UNROLL, TOTAL_WARPS = 1024, 4, 4
 RESIDENT = 7  # programs on a multiprocessor at once
@@ -32,8 +32,7 @@ def channel_totals(x: Tensor) -> Tensor:
     rows, stride = as_rows(x)
     cut = tiling(x, TOTAL_UNROLL * TOTAL_VALUES)
     programs = cut.programs(RESIDENT * multiprocessors(x.device))
-    sum_type = torch.float64 if x.dtype == torch.float64 else torch.float32
-    partials = torch.empty((programs, cut.channels), dtype=sum_type, device=x.device)
+    partials = torch.empty((programs, cut.channels), dtype=SUM_TYPES[x.dtype], device=x.device)
     moves.partial_totals[cut.columns, programs](
         rows, stride, partials, cut.rows, cut.channels, cut.tiles,
         BLOCK_R=cut.tile_rows // TOTAL_UNROLL, BLOCK_C=cut.width, num_warps=TOTAL_WARPS,

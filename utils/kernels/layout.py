@@ -20,6 +20,13 @@ WIDEST_BLOCK = 128
 NARROWEST_BLOCK = 16
 MOST_PROGRAMS = 1024  # sharing one reduction; their results are joined by a program that holds them all
 INTERPRETED_MULTIPROCESSORS = 1  # few, so that programs have several tiles to visit even in small maps
+SUM_TYPES = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float32: torch.float32,
+    torch.float64: torch.float64,
+}
+"""Types of maps that are fused, and in which type their statistics, weights and sums are held."""
 ROWS_LIMIT = 2**31 - 2**16  # rows are counted in 32 bits; offsets within the memory of a map in 64
 
 

@@ -14,6 +14,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from utils.kernels.layout import (
     ROWS_LIMIT,
+    SUM_TYPES,
     as_rows,
     block_width,
     can_launch,
@@ -23,7 +24,6 @@ from utils.kernels.layout import (
     tiling,
 )
 
-MAP_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 COPY_VALUES, COPY_WARPS = 4096, 4
 LINE_VALUES, LINE_WARPS = 1024, 4
 LARGEST_SCALE = 4  # each value is written scale * scale times by one program
@@ -96,7 +96,7 @@ class _Fork(torch.autograd.Function):
 
 
 def _is_fusible(x: Tensor) -> bool:
-    is_map = x.dim() == 4 and x.dtype in MAP_TYPES and x.numel() > 0 and x.shape[1] > 1
+    is_map = x.dim() == 4 and x.dtype in SUM_TYPES and x.numel() > 0 and x.shape[1] > 1
     return is_map and x.numel() < ROWS_LIMIT * x.shape[1] and can_launch(x) and row_stride(x) is not None
 
 

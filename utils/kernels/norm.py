@@ -21,6 +21,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from utils.kernels.launch import is_fast, launch_options, resident_programs
 from utils.kernels.layout import (
     ROWS_LIMIT,
+    SUM_TYPES,
     Tiling,
     as_rows,
     can_launch,
@@ -30,14 +31,6 @@ from utils.kernels.layout import (
     row_stride,
     tiling,
 )
-
-SUM_TYPES = {
-    torch.float16: torch.float32,
-    torch.bfloat16: torch.float32,
-    torch.float32: torch.float32,
-    torch.float64: torch.float64,
-}
-"""Types of maps that are fused, and in which type their statistics, weights and sums are held."""
 
 # Values of a tile, loaded at once by the threads of a program; and warps of 32 threads per program.
 STATISTICS_VALUES, SUMS_VALUES, PAIR_SUMS_VALUES, REDUCTION_WARPS = 4096, 2048, 1024, 4

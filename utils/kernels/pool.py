@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from utils.kernels.layout import as_rows, block_width, can_launch, ceil_div, on_device, row_stride
+from utils.kernels.layout import SUM_TYPES, as_rows, block_width, can_launch, ceil_div, on_device, row_stride
 
-MAP_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 POOL_VALUES, POOL_WARPS = 1024, 4
 OUT_ROWS = 8  # rows that one program computes; it reads one more
 IMAGE_LIMIT = 2**31 - 1  # offsets within an image are counted in 32 bits
@@ -27,7 +26,7 @@ def average_neighbours(x: Tensor) -> Tensor:
 
 
 def _is_fusible(x: Tensor) -> bool:
-    if x.dim() != 4 or x.dtype not in MAP_TYPES or not can_launch(x):
+    if x.dim() != 4 or x.dtype not in SUM_TYPES or not can_launch(x):
         return False
     if min(x.shape[2:]) < 2 or not x.numel():
         return False

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from utils.kernels.launch import HALF_TYPES
 from utils.kernels.layout import ROWS_LIMIT, as_rows, can_launch, ceil_div, multiprocessors, on_device, row_stride
 
-MAP_TYPES = (torch.float16, torch.bfloat16)
 CHANNEL_STEP = 16
 INPUTS, OUTPUTS = (32, 48), (32, 96)
 """Fewest and most channels with which the kernels were faster than cuDNN's on an H200; with more they are not."""
@@ -77,7 +77,7 @@ def convolve(x: Tensor, weight: Tensor, stride: int = 1, padding: int = 1) -> Te
 
 def suits(x: Tensor, weight: Tensor, stride: int = 1) -> bool:
     """Whether the kernels compute the weight gradient of this convolution with padding 1 and one group."""
-    if x.dim() != 4 or x.dtype not in MAP_TYPES or not can_launch(x) or not _has_room(x.device):
+    if x.dim() != 4 or x.dtype not in HALF_TYPES or not can_launch(x) or not _has_room(x.device):
         return False
     if weight.dtype not in (x.dtype, torch.float32) or weight.device != x.device:
         return False

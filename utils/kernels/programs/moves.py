@@ -9,7 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from utils.kernels.programs.norm_forward import load_rows, store_rows
+from utils.kernels.programs.norm_forward import store_rows
+from utils.kernels.programs.streaming import load_raw, place_of_tile
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -24,11 +25,8 @@ def copy_rows(
     BLOCK_C: tl.constexpr,
 ):
     """One tile of a copy between matrices of different widths."""
-    blocks = (channels + BLOCK_C - 1) // BLOCK_C
-    columns = (tl.program_id(0) % blocks) * BLOCK_C + tl.arange(0, BLOCK_C)
-    is_column = columns < channels
-    first = (tl.program_id(0) // blocks) * BLOCK_R
-    values = load_rows(x, x_stride, first, rows, columns, is_column, x.dtype.element_ty, BLOCK_R)
+    columns, is_column, first = place_of_tile(channels, BLOCK_R, BLOCK_C)
+    values = load_raw(x, x_stride, first, rows, columns, is_column, BLOCK_R)
     store_rows(y, values, first, rows, y_stride, columns, is_column, BLOCK_R)
 
 
@@ -47,12 +45,9 @@ def add_rows(
 ):
     """One tile of the sum of two matrices, each perhaps a part of a wider one; ``y`` is without gaps."""
     ACC: tl.constexpr = tl.float64 if IS_DOUBLE else tl.float32
-    blocks = (channels + BLOCK_C - 1) // BLOCK_C
-    columns = (tl.program_id(0) % blocks) * BLOCK_C + tl.arange(0, BLOCK_C)
-    is_column = columns < channels
-    first = (tl.program_id(0) // blocks) * BLOCK_R
-    values = load_rows(a, a_stride, first, rows, columns, is_column, ACC, BLOCK_R)
-    values += load_rows(b, b_stride, first, rows, columns, is_column, ACC, BLOCK_R)
+    columns, is_column, first = place_of_tile(channels, BLOCK_R, BLOCK_C)
+    values = load_raw(a, a_stride, first, rows, columns, is_column, BLOCK_R).to(ACC)
+    values += load_raw(b, b_stride, first, rows, columns, is_column, BLOCK_R).to(ACC)
     store_rows(y, values, first, rows, channels, columns, is_column, BLOCK_R)
 
 
@@ -75,10 +70,10 @@ def partial_totals(
     total = tl.zeros((BLOCK_R, BLOCK_C), ACC)
     for visit in range(0, (tiles - program + programs - 1) // programs):
         first = (program + visit * programs) * (4 * BLOCK_R)
-        a = load_rows(x, x_stride, first, rows, columns, is_column, ACC, BLOCK_R)
-        b = load_rows(x, x_stride, first + BLOCK_R, rows, columns, is_column, ACC, BLOCK_R)
-        c = load_rows(x, x_stride, first + 2 * BLOCK_R, rows, columns, is_column, ACC, BLOCK_R)
-        d = load_rows(x, x_stride, first + 3 * BLOCK_R, rows, columns, is_column, ACC, BLOCK_R)
+        a = load_raw(x, x_stride, first, rows, columns, is_column, BLOCK_R).to(ACC)
+        b = load_raw(x, x_stride, first + BLOCK_R, rows, columns, is_column, BLOCK_R).to(ACC)
+        c = load_raw(x, x_stride, first + 2 * BLOCK_R, rows, columns, is_column, BLOCK_R).to(ACC)
+        d = load_raw(x, x_stride, first + 3 * BLOCK_R, rows, columns, is_column, BLOCK_R).to(ACC)
         total += (a + b) + (c + d)
     tl.store(partials + program * channels + columns, tl.sum(total, 0), mask=is_column)
 

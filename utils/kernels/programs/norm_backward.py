@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from utils.kernels.programs.norm_forward import load_channels, load_coefficients, store_rows
-from utils.kernels.programs.streaming import NO_ROWS, load_raw, sigmoid, wait_for_inputs
+from utils.kernels.programs.streaming import NO_ROWS, load_raw, place_of_tile, sigmoid, wait_for_inputs
 
 
 @triton.jit
@@ -160,10 +160,7 @@ def input_gradients(
 ):
     """One tile of the gradients of the inputs."""
     ACC: tl.constexpr = statistics.dtype.element_ty
-    blocks = (channels + BLOCK_C - 1) // BLOCK_C
-    columns = (tl.program_id(0) % blocks) * BLOCK_C + tl.arange(0, BLOCK_C)
-    is_column = columns < channels
-    first = (tl.program_id(0) // blocks) * BLOCK_R
+    columns, is_column, first = place_of_tile(channels, BLOCK_R, BLOCK_C)
     # All but the sums may come before the wait: the kernel right before is finish_sums, which writes nothing else.
     raw_dy = load_raw(dy, dy_stride, first, rows, columns, is_column, BLOCK_R)
     raw_x = load_raw(x, x_stride, first, rows, columns, is_column, BLOCK_R)

@@ -14,28 +14,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from utils.kernels.programs.streaming import NO_ROWS, load_raw, sigmoid, wait_for_inputs
+from utils.kernels.programs.streaming import NO_ROWS, load_raw, place_of_tile, sigmoid, wait_for_inputs
 
 
 @triton.jit
 def load_channels(values: tl.tensor, columns: tl.tensor, is_column: tl.tensor):
     """Load one value per channel as a matrix (1, BLOCK_C)."""
     return tl.load(values + columns, mask=is_column, other=0.0)[None, :]
-
-
-@triton.jit
-def load_rows(
-    x: tl.tensor,
-    x_stride: tl.tensor,
-    first: tl.tensor,
-    rows: tl.tensor,
-    columns: tl.tensor,
-    is_column: tl.tensor,
-    ACC: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
-    """Load BLOCK_R rows from row ``first`` on, in the type of sums; 0 beyond the last row."""
-    return load_raw(x, x_stride, first, rows, columns, is_column, BLOCK_R).to(ACC)
 
 
 @triton.jit
@@ -232,10 +217,7 @@ def apply_norms(
 ):
     """One tile of y = [residual +] activation(norm(x) [+ norm(other)])."""
     ACC: tl.constexpr = statistics.dtype.element_ty
-    blocks = (channels + BLOCK_C - 1) // BLOCK_C
-    columns = (tl.program_id(0) % blocks) * BLOCK_C + tl.arange(0, BLOCK_C)
-    is_column = columns < channels
-    first = (tl.program_id(0) // blocks) * BLOCK_R
+    columns, is_column, first = place_of_tile(channels, BLOCK_R, BLOCK_C)
     # Maps may come before the wait: the kernel right before is finish_statistics, which does not write them.
     raw = load_raw(x, x_stride, first, rows, columns, is_column, BLOCK_R)
     if other is not None:

@@ -51,6 +51,14 @@ def wait_for_inputs(PDL: tl.constexpr):
 
 
 @triton.jit
+def place_of_tile(channels: tl.tensor, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Columns of this program's tile, which of them exist, and its first row; tiles are counted line by line."""
+    blocks = (channels + BLOCK_C - 1) // BLOCK_C
+    columns = (tl.program_id(0) % blocks) * BLOCK_C + tl.arange(0, BLOCK_C)
+    return columns, columns < channels, (tl.program_id(0) // blocks) * BLOCK_R
+
+
+@triton.jit
 def load_raw(
     x: tl.tensor,
     x_stride: tl.tensor,
