@@ -189,7 +189,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--objects", type=int, default=20, help="boxes per picture")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="fp16")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--grad-checkpoint", type=int, nargs="+", default=[0], help="parts; 0 = none; one or more")
+    parser.add_argument("--grad-checkpoint", type=float, nargs="+", default=[0], help="parts; 0 = none; one or more")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--device", default="")
@@ -225,7 +225,7 @@ def case_suffix(case: argparse.Namespace) -> str:
     """What is unusual about a case."""
     words = [f"{case.img} px"] if case.img != 640 else []
     words += [case.dtype] if case.dtype != "fp16" else []
-    words += [f"checkpointing in {case.grad_checkpoint} parts"] if case.grad_checkpoint else []
+    words += [f"checkpointing, 1/{case.grad_checkpoint:g} kept"] if case.grad_checkpoint else []
     words += ["no autotuning"] if case.no_autotune else []
     return "".join(f", {word}" for word in words)
 

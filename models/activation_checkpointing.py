@@ -7,6 +7,7 @@ backward pass reaches it. Which rows are worth that is decided here, from what e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -74,14 +75,14 @@ class Segment:
 
 @dataclass(frozen=True)
 class CheckpointPlan:
-    """Segments of a network for a wish of ``parts``, with the estimates they were chosen by.
+    """Segments of a network for a wish of ``parts`` (more than 1), with the estimates they were chosen by.
 
     Attributes:
         memory: largest amount kept at any time, as a share of what the plain network keeps (weights not counted).
         recomputation: work done twice, as a share of one forward pass.
     """
 
-    parts: int
+    parts: float
     segments: tuple[Segment, ...]
     memory: float
     recomputation: float
@@ -285,17 +286,17 @@ def measure_rows(model: DetectionModel) -> list[RowCost]:
     ]
 
 
-def make_plan(costs: Sequence[RowCost], parts: int) -> CheckpointPlan:
-    """Choose the segments that do the least work twice while at most one ``parts``-th of the memory is kept.
+def make_plan(costs: Sequence[RowCost], parts: float) -> CheckpointPlan:
+    """Choose the segments that do the least work twice while at most 1 / ``parts`` of the memory is kept.
 
     Tried are the rows with the most bytes saved per operation, and the rows from the first on, as many as it takes.
-    If a ``parts``-th is out of reach (the largest row and the kept inputs remain), the plan gets near the least.
+    If that is out of reach (the largest row and the kept inputs remain), the plan gets near the least.
 
     Raises:
-        ValueError: fewer than two parts.
+        ValueError: ``parts`` is not a number above 1.
     """
-    if parts < 2:
-        raise ValueError(f"grad_checkpoint is {parts}: give 0 for none, or at least 2")
+    if not 1 < parts < math.inf:
+        raise ValueError(f"grad_checkpoint is {parts:g}: give 0 for none, or a number above 1, such as 1.5 or 2")
     limit = sum(cost.kept for cost in costs) / parts
     numbers = range(len(costs))
     by_density = sorted(numbers, key=lambda number: -costs[number].density)
@@ -324,7 +325,7 @@ def _without_needless_rows(
     return plan
 
 
-def _plan(costs: Sequence[RowCost], chosen: Collection[int], parts: int, limit: float) -> CheckpointPlan:
+def _plan(costs: Sequence[RowCost], chosen: Collection[int], parts: float, limit: float) -> CheckpointPlan:
     segments = _segments(costs, frozenset(chosen), limit)
     total, work = sum(cost.kept for cost in costs), sum(cost.work for cost in costs)
     twice = sum(costs[n].work for part in segments if part.is_checkpointed for n in range(part.start, part.stop))

@@ -64,11 +64,11 @@ class DetectionModel(nn.Module):
     ``names`` is a list of '0', '1', ... until a trainer sets the dict of the data set; ``stride`` stays float32 on the
     CPU, while ``head.stride`` moves with the weights. Raises ValueError or FileNotFoundError for an unusable ``cfg``.
 
-    ``grad_checkpoint`` = N of 2 or more makes training passes keep about one N-th of the activations and compute the
-    others again for the gradients; 0 keeps them all. Set it after freezing: the first training pass makes the plan.
+    ``grad_checkpoint`` = N above 1 makes training passes keep about 1/N of the activations and compute the others again
+    for the gradients; 0 keeps them all. Set it after freezing: the first training pass makes the plan.
     """
 
-    grad_checkpoint: int = 0
+    grad_checkpoint: float = 0
     _checkpoint_plan: CheckpointPlan | None = None
 
     def __init__(
@@ -146,7 +146,7 @@ class DetectionModel(nn.Module):
         return run_rows(self.model, {IMAGE: x}, self.save, call)
 
     def checkpoint_plan(self) -> CheckpointPlan:
-        """Return which rows are computed twice for the present ``grad_checkpoint``; ValueError if that is below 2."""
+        """Return which rows are computed twice for the present ``grad_checkpoint``; ValueError unless above 1."""
         plan = self._checkpoint_plan
         if plan is None or plan.parts != self.grad_checkpoint:
             plan = self._checkpoint_plan = make_plan(measure_rows(self), self.grad_checkpoint)

@@ -207,6 +207,7 @@ def test_training_defaults_users_rely_on() -> None:
         ("--cos-restarts 5 2 1e-5", "cos_restarts", [5.0, 2.0, 1e-5]),
         ("--freeze backbone", "freeze", ["backbone"]),
         ("--grad-checkpoint", "grad_checkpoint", 2),
+        ("--grad-checkpoint 1.5", "grad_checkpoint", 1.5),
         ("--mixup 0.2", "mixup", 0.2),
     ],
 )
@@ -228,7 +229,9 @@ def test_validation_abbreviations(line: str) -> None:
     ("line", "word"),
     [
         ("--evolve", "--evolve"),
-        ("--grad-checkpoint 1", "--grad-checkpoint"),
+        ("--grad-checkpoint 1", "--grad-checkpoint 1: expected a number above 1"),
+        ("--grad-checkpoint nan", "--grad-checkpoint nan: expected a number above 1"),
+        ("--grad-checkpoint -0.5", "--grad-checkpoint -0.5: expected a number above 1"),
         ("--stretch-last-cycle", "--cos-restarts"),
         ("--cos-restarts 5 2 1e-5 7", "three numbers"),
         ("--freeze neck", "neck"),

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import pickle
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.data.drawing import colour_faults, label_text, paint, write_set
 from tests.data.loader_kit import Probe
+from utils.data import batching
 from utils.data.batching import BatchMaker, Failure, Parcel, collate, collate_quad
 from utils.data.dataset import Sample, SampleKey
 from utils.data.loader import create_dataloader
@@ -33,6 +38,7 @@ def test_collate_numbers_the_pictures() -> None:
 
 @pytest.mark.parametrize("has_private_call", [True, False])
 def test_collate_into_shared_memory(has_private_call: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batching, "SMALL_BYTES", 0)
     if not has_private_call:
         monkeypatch.setattr(torch.UntypedStorage, "_new_shared", None, raising=False)
     samples = [sample(1, [ROW, ROW]), sample(2, [])]
@@ -130,10 +136,28 @@ def test_pictures_of_different_sizes_are_a_failure_too() -> None:
     assert failure.where == "a batch of 2 pictures"
 
 
-def test_parcel_moves_to_shared_memory() -> None:
-    parcel = Parcel(*collate([sample(1, [ROW])])).to_shared_memory()
-    assert parcel.images.is_shared()
-    assert parcel.targets.is_shared()
+def test_large_tensors_move_to_shared_memory_and_small_ones_into_the_message() -> None:
+    samples = [(torch.full((3, 300, 300), 7, dtype=torch.uint8), torch.tensor([ROW]), "a.jpg", None)]
+    parcel = Parcel(*collate(samples)).to_shared_memory()
+    assert parcel.images.is_shared() and not parcel.targets.is_shared()
+    queue = torch.multiprocessing.get_context("spawn").SimpleQueue()  # with the pickling of loaders
+    queue.put(parcel)
+    moved = queue.get()
+    assert moved.images.is_shared()
+    parcel.images[0, 0, 0, 0] = 9  # the same memory, not a copy
+    assert moved.images[0, 0, 0, 0] == 9 and torch.equal(moved.images, parcel.images)
+    assert torch.equal(moved.targets, parcel.targets) and moved.targets.dtype == parcel.targets.dtype
+    assert (moved.paths, moved.shapes) == (parcel.paths, parcel.shapes)
+    moved.targets[:, 0] += 1  # as joining pieces does
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=4), st.sampled_from(["float32", "int32", "uint8", "int64"]))
+def test_small_tensors_of_any_shape_survive_the_message(shape: list[int], dtype: str) -> None:
+    value = torch.arange(math.prod(shape)).view(shape).to(getattr(torch, dtype))
+    parcel = Parcel(value, value.t() if value.ndim == 2 else value, (), ())
+    moved = pickle.loads(pickle.dumps(parcel))
+    for name, tensor in parcel.tensors().items():
+        assert torch.equal(getattr(moved, name), tensor) and getattr(moved, name).dtype == tensor.dtype
 
 
 @pytest.mark.gpu

@@ -40,6 +40,31 @@ def test_rows_that_no_block_divides(tmp_path: Path, device: torch.device) -> Non
     assert (whole_composer(data, device, use_triton=True)(plans)[0].cpu().int() - expected).abs().max() <= 1
 
 
+def pole(column: float, u: float, v: float, strength: float) -> list[float]:
+    """Matrix with a horizon at a column, whose pixels see the point u, v but for those close to it, which see far."""
+    return [u, 0, strength - u * column, v, 0, -v * column, 1, 0, -column]
+
+
+@pytest.mark.parametrize(
+    "matrix",
+    [
+        [1, 0, 0, 0, 1, 0, 0.02, 0, -1],
+        [1, 0, 0, 0, 1, 0, 0.01, 0.01, -0.9],
+        [1, 0, 0, 0, 1, 0, 0, 0, -1],
+        pole(15.9, 24, 24, 20),
+        pole(40.4, 90, 30, -60),
+    ],
+)
+def test_a_horizon_that_goes_through_the_picture(tmp_path: Path, device: torch.device, matrix: list[float]) -> None:
+    data = planner(write_textured(tmp_path), {**ALL, "mosaic": 1.0})
+    plain, fused = whole_composer(data, CPU), whole_composer(data, device, use_triton=True)
+    plans = plans_of(data, keys_of(data)[:2])
+    plans.views[:, :, :9] = torch.tensor(matrix, dtype=torch.float32)
+    far = (fused(plans)[0].cpu().int() - plain(plans)[0].int()).abs().float()
+    assert far.mean() < 0.01
+    assert (far > 1).float().mean() < 1e-3
+
+
 def test_columns_are_those_of_the_arrays(device: torch.device) -> None:
     from utils.kernels.programs import compose
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 
 import pytest
@@ -16,7 +17,7 @@ from tests.models.reference import random_images
 from tests.reference.fill import fill_state_dict
 from tests.reference.tiny import TINY_DUAL
 
-PARTS = (2, 3, 4, 6, 8)
+PARTS = (1.5, 2, 3, 4, 6, 8)
 
 
 def tiny() -> DetectionModel:
@@ -204,11 +205,11 @@ def test_statistics_return_after_an_error() -> None:
     assert int(norm.num_batches_tracked) == 0
 
 
-@pytest.mark.parametrize("parts", [1, -2])
-def test_senseless_numbers_are_refused(parts: int) -> None:
+@pytest.mark.parametrize("parts", [1, -2, 0.5, math.inf, math.nan])
+def test_senseless_numbers_are_refused(parts: float) -> None:
     model = tiny()
     model.grad_checkpoint = parts
-    with pytest.raises(ValueError, match=f"grad_checkpoint is {parts}.*at least 2"):
+    with pytest.raises(ValueError, match=f"grad_checkpoint is {parts}.*above 1"):
         model(images_for(model))
 
 

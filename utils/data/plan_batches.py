@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
-from utils.data.batching import QUAD, BatchMaker, Failure, quad_targets, reserve_bytes
+from utils.data.batching import QUAD, BatchMaker, Failure, Travelling, quad_targets, reserve_bytes
 from utils.data.dataset import SampleKey, Shapes
 from utils.data.images import FILL
 from utils.data.plans import NOTHING, Layer, PlannedImagesAndLabels, SamplePlan, Slots
@@ -54,7 +54,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class PlanBatch:
+class PlanBatch(Travelling):
     """Plans of B samples; tiles (B, 2, 4, 7) int32, views (B, 2, 14) and looks (B, 5) float32, see the columns above.
 
     masks (K, H, W / 8) uint8 are what is copied of K planes, one bit per pixel, lowest first. targets (T, 6), paths
@@ -77,11 +77,6 @@ class PlanBatch:
     known_broken: int = 0
     has_colours: bool = False
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The arrays by name."""
-        values = {item.name: getattr(self, item.name) for item in fields(self)}
-        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
-
     def pin_memory(self, device: str | None = None) -> PlanBatch:
         """The same in page-locked memory; device is what torch passes, the default is meant."""
         return replace(self, **{name: value.pin_memory() for name, value in self.tensors().items() if value.numel()})
@@ -89,12 +84,6 @@ class PlanBatch:
     def moved_to(self, device: torch.device) -> PlanBatch:
         """The same on a device, without waiting for it."""
         return replace(self, **{name: value.to(device, non_blocking=True) for name, value in self.tensors().items()})
-
-    def to_shared_memory(self) -> PlanBatch:
-        """Move the arrays; done here, where lack of room can be reported, and not by the queue, which would hang."""
-        for value in self.tensors().values():
-            value.share_memory_()
-        return self
 
     def batch(self) -> PlanBatch:
         """Itself: pictures are made where the device is known."""

@@ -123,8 +123,8 @@ class TrainOptions(FromCli):
     )
     clip_grad: float = own_option(10.0, "limit of the gradient norm; inf = off")
     accumulate: int = own_option(0, "batches per optimizer step; 0 = as many as make 64 images")
-    grad_checkpoint: int = own_option(
-        0, "keep 1/N of the activations and compute the rest twice, bare = 2; saves memory", nargs="?", const=2
+    grad_checkpoint: float = own_option(
+        0.0, "keep 1/N of the activations (N: 1.5, 2, ...) and compute the rest twice, bare = 2", nargs="?", const=2.0
     )
     profile_loader: bool = own_option(False, "run a few dozen steps, print where the time goes, save nothing")
     alloc_conf: str = own_option("", "setting of torch's CUDA allocator; '' lets the program choose")
@@ -186,8 +186,10 @@ class TrainOptions(FromCli):
     def _refuse_unavailable(self) -> None:
         if self.evolve is not None:
             raise ValueError("--evolve is not available in this version; leave it out")
-        if self.grad_checkpoint not in (0, *range(2, 100)):
-            raise ValueError(f"--grad-checkpoint {self.grad_checkpoint}: expected a number from 2 on, or 0 for off")
+        if self.grad_checkpoint and not 1 < self.grad_checkpoint < 100:
+            raise ValueError(
+                f"--grad-checkpoint {self.grad_checkpoint:g}: expected a number above 1, such as 1.5 or 2, or 0 for off"
+            )
         if self.quad and self.batch_size % QUAD and self.batch_size != -1:
             nearest = max(round(self.batch_size / QUAD), 1) * QUAD
             raise ValueError(
