@@ -22,15 +22,16 @@ CHANNELS, SIDE = 32, 9
 NARROW = ((32, 32, 1), (32, 64, 1), (48, 48, 1), (48, 96, 1), (3, 32, 2))
 """Inputs, outputs and stride of convolutions whose weight gradients are kernels of our own."""
 WEIGHT_SCALE = 0.1  # keeps sums of many products near 1
-TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3}
+TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 """Largest difference from float64 results, as a share of their largest value."""
 
 
 @cache
-def fused_kernels_work(device: torch.device | str) -> str:
+def fused_kernels_work(device: torch.device | str, dtype: torch.dtype | None = torch.float16) -> str:
     """Return an empty text if the kernels give the right results on ``device``, else a sentence that says why not.
 
-    The first call compiles a few programs, which takes seconds; the answer is kept. Random states are left alone.
+    Compared are results in float32, and in the ``dtype`` of mixed precision. The first call compiles a few programs,
+    which takes seconds; the answer is kept. Random states are left alone.
     """
     device = torch.device(device)
     if device.type != "cuda":
@@ -40,13 +41,13 @@ def fused_kernels_work(device: torch.device | str) -> str:
     if not has_triton():
         return "Fused kernels need the package triton, which comes with CUDA builds of torch for Linux."
     try:
-        differences = {dtype: difference_from_plain(device, dtype) for dtype in TOLERANCES}
+        differences = {kind: difference_from_plain(device, kind) for kind in (torch.float32, dtype) if kind}
     except Exception as error:  # whatever a missing compiler, an old driver or an unknown GPU makes Triton raise
         reason = next(iter(str(error).strip().splitlines()), "no message")
         return f"Fused kernels do not run on {device}: {type(error).__name__}: {reason}."
-    for dtype, difference in differences.items():
-        if not difference <= TOLERANCES[dtype]:
-            return f"Fused kernels are wrong on {device}: {dtype} results differ by {difference:.1e} of the largest."
+    for kind, difference in differences.items():
+        if not difference <= TOLERANCES[kind]:
+            return f"Fused kernels are wrong on {device}: {kind} results differ by {difference:.1e} of the largest."
     return ""
 
 
@@ -71,7 +72,9 @@ def _results(device: torch.device, dtype: torch.dtype, *, is_fused: bool, convol
     generator = torch.Generator().manual_seed(0)
 
     def values(*shape: int, scale: float = 1.0) -> Tensor:
-        drawn = (torch.randn(shape, generator=generator) * scale).half()  # exact in every type that is compared
+        drawn = (
+            (torch.randn(shape, generator=generator) * scale).bfloat16().half()
+        )  # exact in every type that is compared
         placed = drawn.to(device=device, dtype=dtype)
         return (placed.contiguous(memory_format=torch.channels_last) if len(shape) == 4 else placed).requires_grad_()
 

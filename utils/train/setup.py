@@ -386,7 +386,7 @@ def switch_kernels(model: DetectionModel, device: torch.device, options: TrainOp
     """
     if device.type != "cuda" or options.plain_kernels or not options.cuda_graphs:
         return False
-    obstacle = fused_kernels_work(device)
+    obstacle = fused_kernels_work(device, amp_dtype(device, options))
     if obstacle:
         LOGGER.info(f"{obstacle} Training goes on with torch's own kernels")
         return False
