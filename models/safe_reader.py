@@ -15,17 +15,18 @@ import pickle
 import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from models.file_kinds import HEAD_BYTES, describe_foreign_file
 from models.load_claims import UnsafeWeightsError, WeightsFileError, check_claims
 from models.load_entries import Entries
+from models.load_records import ENTRY_BYTES, Allowance, ArrayRecord, ArrayType, ForeignObject, is_key, is_shape, settle
 
 FOREIGN_PREFIXES = ("models.", "torch.nn.modules.")
 """Modules whose classes are recorded, never imported: the network definition inside an upstream file."""
@@ -48,6 +49,25 @@ STORAGE_DTYPES: dict[str, torch.dtype] = {
 
 MAX_MODULES = 100_000
 """Modules of a network that are visited before a file is given up; the largest published network has 2,000."""
+
+MAX_ENTRIES = 200_000
+"""Tensors and modules in the tables of all modules; the largest published network has 10,000."""
+
+MAX_MODULE_LEVELS = 100
+"""Modules inside each other; networks have 10 levels."""
+
+MAX_PATH_LETTERS = 1000
+"""Letters of the names of a module and of those around it."""
+
+MAX_NAME_LETTERS = 200
+MAX_CLASSES = 1000
+"""Letters of the name of a class, and different classes in a file; a training file has 40."""
+
+MAX_DIMENSIONS = 64
+"""Dimensions of a tensor, as in torch."""
+
+LONGEST_REASON = 600
+"""Letters of an error that are shown; parts of a file may stand in it."""
 
 MAX_PICKLE_BYTES = 8_000_000
 """Instructions that a file may have; a training file of the largest network has 1,500,000 bytes of them."""
@@ -78,76 +98,6 @@ MALFORMED = (
 """What a damaged pickle makes the unpickler raise; whatever the type, the file is at fault."""
 
 
-class ForeignObject:
-    """Inert record of a pickled instance whose class is not ours.
-
-    Attributes:
-        path: dotted name of the class in the file, such as ``models.common.Conv``.
-        args: positional arguments the pickle would have given to the constructor.
-        attributes: the instance attributes stored in the file.
-    """
-
-    __slots__ = ("args", "attributes")
-    path = ""
-
-    def __new__(cls, *args: object) -> ForeignObject:
-        record = object.__new__(cls)
-        record.args = args
-        record.attributes = {}
-        return record
-
-    def __init__(self, *args: object) -> None:
-        """Accept what the pickle passes; :meth:`__new__` has stored it."""
-
-    def __setstate__(self, state: object) -> None:
-        for part in state if isinstance(state, tuple) else (state,):
-            if isinstance(part, dict):
-                self.attributes.update(part)
-
-    def __repr__(self) -> str:
-        return f"<{self.path} from a file, {len(self.attributes)} attributes>"
-
-    @property
-    def class_name(self) -> str:
-        """Last part of the class path."""
-        return self.path.rsplit(".", 1)[-1]
-
-
-class _ArrayType:
-    """Substitute for ``numpy.dtype``: a checked type code and its byte order."""
-
-    def __init__(self, code: object, *_: object) -> None:
-        self.code = str(code)
-        self.order = "="
-        if self.code[:1] not in "biuf":
-            raise WeightsFileError(f"NumPy values of type {self.code!r} are not plain numbers")
-
-    def __setstate__(self, state: tuple) -> None:
-        self.order = state[1] if state[1] in ("<", ">") else "="
-
-    def decode(self, raw: bytes) -> np.ndarray:
-        """Interpret raw bytes as a flat array."""
-        return np.frombuffer(raw, dtype=np.dtype(self.code).newbyteorder(self.order))
-
-
-class _ArrayRecord:
-    """Substitute for ``numpy.ndarray``: filled by the pickle, turned into numbers afterwards."""
-
-    def __init__(self, *_: object) -> None:
-        self.shape: tuple[int, ...] = ()
-        self.flat = np.zeros(0)
-
-    def __setstate__(self, state: tuple) -> None:
-        _, self.shape, array_type, column_major, raw = state
-        if column_major and len(self.shape) > 1:
-            raise WeightsFileError("column-major NumPy arrays are not expected in a weights file")
-        self.flat = array_type.decode(raw.encode("latin1") if isinstance(raw, str) else raw)
-
-    def plain(self) -> float | int | list:
-        """One number for an array of one element, else nested lists."""
-        return self.flat.item() if self.flat.size == 1 else self.flat.reshape(self.shape).tolist()
-
-
 class _Storage:
     """Substitute for a storage class: only its number type matters."""
 
@@ -170,20 +120,26 @@ def read_torch_file(path: str | Path) -> Any:
     try:
         with path.open("rb") as stream, zipfile.ZipFile(stream) as archive:
             _check_entries(archive, path.stat().st_size)
-            return _replace_arrays(_TableUnpickler(archive, stream).load(), {})
+            return settle(_TableUnpickler(archive, stream).load())
     except WeightsFileError as error:
-        raise type(error)(f"{path}: {error}") from None
+        raise type(error)(f"{path}: {_shown(error)}") from None
     except zipfile.BadZipFile as error:
         raise WeightsFileError(
-            f"{path}: damaged or cut off at {path.stat().st_size} bytes ({error}); copy or download it again"
+            f"{path}: damaged or cut off at {path.stat().st_size} bytes ({_shown(error)}); copy or download it again"
         ) from error
     except (*MALFORMED, zlib.error, lzma.LZMAError) as error:
-        raise WeightsFileError(f"{path}: the data inside are damaged ({type(error).__name__}: {error})") from error
+        reason = f"{type(error).__name__}: {_shown(error)}"
+        raise WeightsFileError(f"{path}: the data inside are damaged ({reason})") from error
     except OSError as error:
         if error.filename is not None:
             raise
         # Reading at a place that does not exist, or a compressed entry that is damaged: neither knows its file.
         raise WeightsFileError(f"{path}: cannot be read ({error}); copy or download it again") from error
+
+
+def _shown(error: Exception) -> str:
+    text = str(error)
+    return text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]}…"
 
 
 def _check_entries(archive: zipfile.ZipFile, size: int) -> None:
@@ -224,29 +180,57 @@ def check_is_archive(path: Path) -> None:
 
 
 def foreign_state_dict(module: ForeignObject) -> dict[str, Tensor]:
-    """Collect the tensors of a recorded module under the keys and in the order of ``state_dict()``."""
-    try:
-        return dict(_walk_tensors(module, "", (), iter(range(MAX_MODULES))))
-    except RecursionError:
-        raise WeightsFileError("the modules in the file are nested too deeply") from None
+    """Collect the tensors of a recorded module under the keys and in the order of ``state_dict()``.
+
+    Raises:
+        WeightsFileError: the modules form a ring, are nested too deeply or unfold to too many.
+    """
+    collector = _TensorCollector()
+    collector.visit(module, "")
+    return collector.tensors
 
 
-def _walk_tensors(
-    module: ForeignObject, prefix: str, parents: tuple[int, ...], visits: Iterator[int]
-) -> Iterator[tuple[str, Tensor]]:
-    if id(module) in parents:
-        raise WeightsFileError(f"the modules in the file form a ring at {prefix!r}")
-    if next(visits, None) is None:  # modules that share their parts can unfold to any number
-        raise WeightsFileError(f"the network in the file has more than {MAX_MODULES:,} modules")
-    values = module.attributes
-    skipped = values.get("_non_persistent_buffers_set") or ()
-    for table, hidden in (("_parameters", ()), ("_buffers", skipped)):
-        for name, tensor in (values.get(table) or {}).items():
-            if isinstance(tensor, Tensor) and name not in hidden:
-                yield f"{prefix}{name}", tensor
-    for name, child in (values.get("_modules") or {}).items():
-        if isinstance(child, ForeignObject):
-            yield from _walk_tensors(child, f"{prefix}{name}.", (*parents, id(module)), visits)
+class _TensorCollector:
+    """Walk over recorded modules; those that share their parts are met again and again."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.parents: list[int] = []
+        self.modules = self.entries = 0
+
+    def visit(self, module: ForeignObject, prefix: str) -> None:
+        if id(module) in self.parents:
+            raise WeightsFileError(f"the modules in the file form a ring at {prefix[-80:]!r}")
+        self.modules += 1
+        if self.modules > MAX_MODULES:
+            raise WeightsFileError(f"the network in the file has more than {MAX_MODULES:,} modules")
+        if len(self.parents) >= MAX_MODULE_LEVELS or len(prefix) > MAX_PATH_LETTERS:
+            raise WeightsFileError(f"the modules in the file are nested too deeply, at {prefix[-80:]!r}")
+        skipped = module.attributes.get("_non_persistent_buffers_set") or ()
+        if not isinstance(skipped, (set, frozenset, tuple, list)):
+            raise WeightsFileError(f"the module {prefix[-80:]!r} has no set of names of buffers")
+        hidden = {name for name in skipped if isinstance(name, str)} if skipped else ()
+        for table, left_out in (("_parameters", ()), ("_buffers", hidden)):
+            for name, tensor in self.table(module, table, prefix).items():
+                if isinstance(tensor, Tensor) and name not in left_out:
+                    self.tensors[f"{prefix}{name}"] = tensor
+        self.parents.append(id(module))
+        for name, child in self.table(module, "_modules", prefix).items():
+            if isinstance(child, ForeignObject):
+                self.visit(child, f"{prefix}{name}.")
+        self.parents.pop()
+
+    def table(self, module: ForeignObject, name: str, prefix: str) -> dict[Any, Any]:
+        """Return one of the tables of a module, and count its entries."""
+        table = module.attributes.get(name)
+        if table is None:
+            return {}
+        if not isinstance(table, dict):
+            raise WeightsFileError(f"entry {name} of the module {prefix[-80:]!r} is of type {type(table).__name__}")
+        self.entries += len(table)
+        if self.entries > MAX_ENTRIES:
+            raise WeightsFileError(f"the modules in the file list more than {MAX_ENTRIES:,} tensors and modules")
+        return table
 
 
 class _Substitute:
@@ -277,7 +261,6 @@ class _TableUnpickler(pickle.Unpickler):
                 f"says that its numbers have the byte order {found[:20].decode('latin1')!r}; only 'little' is read"
             )
         self.storages: dict[str, Tensor] = {}
-        self.table = _substitutes()
         entry = archive.getinfo(f"{self.folder}data.pkl")
         if entry.file_size > MAX_PICKLE_BYTES:
             raise UnsafeWeightsError(
@@ -285,24 +268,33 @@ class _TableUnpickler(pickle.Unpickler):
                 "save weights only, without data beside them"
             )
         pickled = archive.read(entry)
-        check_claims(pickled)
-        super().__init__(io.BytesIO(pickled))
+        self.allowance = Allowance(len(pickled))
+        self.table = _substitutes(self.allowance)
+        self.most_classes = len(self.table) + MAX_CLASSES
+        check_claims(pickled, self.find_class)
+        super().__init__(io.BufferedReader(io.BytesIO(pickled)))  # allows it to look ahead, which is quicker
 
     def find_class(self, module: str, name: str) -> Any:
         """Give the substitute for a global name of the file, or refuse it."""
+        if len(module) + len(name) > MAX_NAME_LETTERS:
+            raise UnsafeWeightsError(f"refers to something with a name of {len(module) + len(name):,} letters")
         full = f"{module}.{name}".replace("__builtin__.", "builtins.", 1)
         if full in self.table:
             return self.table[full]
         if module == "torch" and name in STORAGE_DTYPES:
             return _Storage(name)
         if f"{module}.".startswith(FOREIGN_PREFIXES):
-            return self.table.setdefault(full, _foreign_class(full))
+            if len(self.table) >= self.most_classes:
+                raise UnsafeWeightsError(f"refers to more than {MAX_CLASSES:,} classes")
+            return self.table.setdefault(full, _foreign_class(full, self.allowance))
         hint = next((text for word, text in REFUSAL_HINTS.items() if word in full), "weights do not need it")
         raise UnsafeWeightsError(f"refers to {full!r}, which is not allowed ({hint}); nothing in the file was run")
 
     def persistent_load(self, identity: tuple) -> Tensor:
         """Return the numbers of one storage as a flat CPU tensor, whatever device it was saved from."""
         _, kind, key, _, count = identity
+        if not isinstance(kind, _Storage) or type(key) is not str or type(count) is not int:
+            raise WeightsFileError("refers to the numbers of a tensor by something else than type, name and count")
         if key not in self.storages:
             info = self.archive.getinfo(f"{self.folder}data/{key}")
             expected = count * kind.dtype.itemsize
@@ -314,30 +306,31 @@ class _TableUnpickler(pickle.Unpickler):
         return self.storages[key]
 
 
-def _foreign_class(path: str) -> type[ForeignObject]:
-    return type(path.rsplit(".", 1)[-1], (ForeignObject,), {"__slots__": (), "path": path})
+def _foreign_class(path: str, allowance: Allowance) -> type[ForeignObject]:
+    content = {"__slots__": (), "path": path, "allowance": allowance}
+    return type(path.rsplit(".", 1)[-1], (ForeignObject,), content)
 
 
-def _substitutes() -> dict[str, Any]:
+def _substitutes(allowance: Allowance) -> dict[str, Any]:
     """Everything a file may name with what it gets instead, besides storages and network classes."""
-    scalar, array = _Substitute(_scalar), _Substitute(_ArrayRecord)
+    scalar, array = _Substitute(_scalar), _Substitute(lambda *_: ArrayRecord(allowance))
     parameter = _Substitute(_first_argument)
     return {
-        "collections.OrderedDict": OrderedDict,
-        "builtins.set": set,
-        "_codecs.encode": _Substitute(_encode_latin1),
-        "torch.Size": tuple,
+        "collections.OrderedDict": OrderedDict,  # only called without arguments and never altered: check_claims
+        "builtins.set": _Substitute(partial(_set, allowance)),
+        "_codecs.encode": _Substitute(partial(_encode_latin1, allowance)),
+        "torch.Size": _Substitute(_size),
         "torch.device": _Substitute(_device_name),
         "torch._utils._rebuild_tensor_v2": _Substitute(_rebuild_tensor),
         "torch._utils._rebuild_parameter": parameter,
         "torch._utils._rebuild_parameter_with_state": parameter,
-        "numpy.dtype": _Substitute(_ArrayType),
+        "numpy.dtype": _Substitute(ArrayType),
         "numpy.ndarray": None,
         "numpy.core.multiarray.scalar": scalar,
         "numpy._core.multiarray.scalar": scalar,
         "numpy.core.multiarray._reconstruct": array,
         "numpy._core.multiarray._reconstruct": array,
-        **{name: _foreign_class(name) for name in FOREIGN_RECORDS},
+        **{name: _foreign_class(name, allowance) for name in FOREIGN_RECORDS},
     }
 
 
@@ -360,45 +353,49 @@ def _pickle_folder(names: list[str]) -> str:
 
 def _rebuild_tensor(storage: Tensor, offset: int, size: tuple, stride: tuple, *_: object) -> Tensor:
     """Place a tensor on its storage; torch itself refuses a view that leaves the storage."""
+    if not (type(storage) is Tensor and is_shape(size, MAX_DIMENSIONS) and is_shape(stride, MAX_DIMENSIONS)):
+        raise WeightsFileError("a tensor has no storage, shape and strides")
     if math.prod(size) > storage.numel():
-        raise WeightsFileError(f"a tensor of shape {tuple(size)} does not fit its storage of {storage.numel()} numbers")
-    return torch.as_strided(storage, tuple(size), tuple(stride), offset)
+        raise WeightsFileError(f"a tensor of shape {size} does not fit its storage of {storage.numel()} numbers")
+    return torch.as_strided(storage, size, stride, offset)
 
 
 def _first_argument(data: Tensor, *_: object) -> Tensor:
     return data
 
 
+def _size(*sizes: object) -> tuple:
+    if len(sizes) > 1 or not all(is_shape(size, MAX_DIMENSIONS) for size in sizes):
+        raise WeightsFileError(f"a size of a tensor is not made of up to {MAX_DIMENSIONS} numbers")
+    return sizes[0] if sizes else ()
+
+
+def _set(allowance: Allowance, members: Any = ()) -> set:
+    """Return a set of numbers and short text; what else hashing and comparing would take is not known before."""
+    if not isinstance(members, (list, tuple)):
+        raise WeightsFileError(f"a set is made of a {type(members).__name__}, expected a list")
+    allowance.spend(ENTRY_BYTES * len(members))
+    for member in members:
+        if not is_key(member):
+            raise UnsafeWeightsError(f"has a {type(member).__name__} in a set; expected numbers or short text")
+    return set(members)
+
+
 def _device_name(*parts: object) -> str:
+    if len(parts) > 2 or not all(is_key(part) for part in parts):
+        raise WeightsFileError("a device is named by something else than text and number")
     return ":".join(str(part) for part in parts)
 
 
-def _encode_latin1(text: str, encoding: str = "latin1") -> bytes:
-    if encoding not in ("latin1", "latin-1"):
-        raise WeightsFileError(f"text in encoding {encoding!r} is not expected in a weights file")
+def _encode_latin1(allowance: Allowance, text: str, encoding: str = "latin1") -> bytes:
+    if not isinstance(text, str) or not isinstance(encoding, str) or encoding not in ("latin1", "latin-1"):
+        shown = repr(encoding[:20]) if isinstance(encoding, str) else f"a {type(encoding).__name__}"
+        raise WeightsFileError(f"text in encoding {shown} is not expected in a weights file")
+    allowance.spend(len(text))
     return text.encode("latin1")
 
 
-def _scalar(array_type: _ArrayType, raw: bytes) -> float | int:
+def _scalar(array_type: ArrayType, raw: bytes) -> float | int:
+    if not isinstance(array_type, ArrayType):  # of bytes, decode would look for a codec of any name
+        raise WeightsFileError(f"a NumPy number is of type {type(array_type).__name__}")
     return array_type.decode(raw).item()
-
-
-def _replace_arrays(value: Any, seen: dict[int, tuple[Any, Any]]) -> Any:
-    """Turn array records into numbers throughout; containers are changed in place, tuples rebuilt.
-
-    ``seen`` maps the identity of a container to itself, which keeps the identity taken, and to its replacement.
-    """
-    if isinstance(value, _ArrayRecord):
-        return value.plain()
-    if not isinstance(value, (tuple, dict, list, ForeignObject)):
-        return value
-    if id(value) in seen:
-        return seen[id(value)][1]
-    if isinstance(value, tuple):
-        seen[id(value)] = value, tuple(_replace_arrays(item, seen) for item in value)
-        return seen[id(value)][1]
-    seen[id(value)] = value, value
-    items: Any = value.attributes if isinstance(value, ForeignObject) else value
-    for key in list(items) if isinstance(items, dict) else range(len(items)):
-        items[key] = _replace_arrays(items[key], seen)
-    return value
