@@ -44,4 +44,4 @@ def run(**keywords: Any):  # noqa: ANN201 - DetectionSummary, whose module loads
 
 
 if __name__ == "__main__":
-    run_script(partial(main, is_script=True))
+    run_script(partial(main, is_script=True), leaves_at_once=True)

@@ -52,7 +52,7 @@ PROGRAM = "yolov9-train 1.0.0"
 HEADER = ("origin", "version", "program", "source")
 """Fields that say how a file was written, not what it holds; they are set anew when it is written again."""
 MODEL_CLASSES = ("DetectionModel", "Model")
-DAMAGED = (TypeError, AttributeError, OverflowError)
+DAMAGED = (TypeError, AttributeError, OverflowError, RuntimeError)
 """What values of another type than expected in a foreign file raise while they are taken over."""
 WRAPPERS = ("module.", "_orig_mod.")
 """What torch puts before the keys of a model that runs on several devices or is compiled."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import gc
 import os
@@ -143,10 +144,11 @@ def end_like_interrupt(*names: str) -> None:
             signal.signal(number, signal.default_int_handler)
 
 
-def run_script(main: Callable[[], int | None]) -> None:
+def run_script(main: Callable[[], int | None], *, leaves_at_once: bool = False) -> None:
     """Run a script's ``main`` and exit with its status; a refused input is told in one line instead of a traceback.
 
-    Set ``YOLO_DEBUG=1`` to see the traceback as well.
+    Set ``YOLO_DEBUG=1`` to see the traceback as well. ``leaves_at_once`` is for scripts that close all they open:
+    see :func:`leave`.
     """
     gc.set_threshold(COLLECTED_FROM)
     try:
@@ -160,4 +162,24 @@ def run_script(main: Callable[[], int | None]) -> None:
             traceback.print_exc()
         LOGGER.error(f"{error} (YOLO_DEBUG=1 shows where)")
         status = 1
+    if leaves_at_once:
+        leave(status or 0)
     sys.exit(status or 0)
+
+
+def leave(status: int) -> None:
+    """End the process without taking apart what it has loaded, 0.15 s and more with torch.
+
+    Threads are waited for and what was registered with ``atexit`` is called, as always. Returns where what was written
+    cannot be delivered: Python's own ending says so.
+    """
+    with contextlib.suppress(KeyboardInterrupt):
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join()
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError, ValueError):  # ValueError: closed
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+        os._exit(status)

@@ -17,7 +17,7 @@ from models.checkpoint import Checkpoint, build_model, load_checkpoint
 from models.graph import DetectionModel
 from models.heads import lead_prediction
 from models.reparam import inference_form, to_single_head
-from models.safe_reader import ForeignObject, foreign_state_dict, read_torch_file
+from models.safe_reader import ForeignObject, WeightsFileError, foreign_state_dict, read_torch_file
 from models.upstream_file import save_upstream
 from tests.models.reference import random_images
 from tests.reference.fill import fill_state_dict
@@ -57,6 +57,19 @@ def attribute_names(record: ForeignObject, place: str = "") -> dict[str, tuple[s
         if isinstance(child, ForeignObject):
             found |= attribute_names(child, f"{place}.{name}")
     return found
+
+
+@pytest.mark.parametrize("name", ["epoch", "best_fitness", "updates", "optimizer", "opt", "date", "ema"])
+@pytest.mark.parametrize("value", [torch.arange(3), torch.tensor(float("nan")), [[]], "x"], ids=str)
+def test_entries_of_any_type_end_in_a_checkpoint_or_an_error_with_the_name(
+    golden: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str, value: object
+) -> None:
+    content = read_torch_file(golden("models/upstream_yolov9-t_nc3_stripped.pt"))
+    monkeypatch.setattr("models.checkpoint.read_torch_file", lambda _: {**content, name: value})
+    try:
+        assert load_checkpoint("a.pt").nc == 3
+    except WeightsFileError as error:
+        assert str(error).startswith("a.pt: ")
 
 
 @pytest.mark.parametrize("name", ["yolov9-t_stripped", "gelan-t_stripped", "yolov9-t_nc3_stripped"])
