@@ -19,12 +19,13 @@ MAX_UNFOLDED = 10_000_000
 """Values and letters of one entry, shared ones counted wherever they stand; instructions of 8 MB spell out fewer."""
 MAX_LEVELS = 100
 """Containers inside each other; a definition has 5 levels. Copying takes Python two calls a level of its 1,000."""
-MAX_DIMENSIONS = 32
+MAX_DIMENSIONS = 64
+"""Dimensions of a tensor or array, as in torch and NumPy."""
 PLAIN_CODE = re.compile(r"[biuf]\d{1,2}")
 """Number types of NumPy: bool, integers, floating point; anything longer describes fields."""
 
 ENTRY_BYTES, NUMBER_BYTES, LIST_BYTES = 100, 32, 80
-"""Memory for one more entry of a dictionary or set, one number in a list, and a list."""
+"""Memory for one more entry of a dictionary or set, one number in a list, and an empty list, rounded up."""
 SCALARS = frozenset({int, float, bool, type(None), Tensor})
 TEXTS = frozenset({str, bytes, bytearray})
 CONTAINERS = (tuple, list, dict)
@@ -67,7 +68,7 @@ class ForeignObject:
         """Accept what the pickle passes; :meth:`__new__` has stored it."""
 
     def __setstate__(self, state: object) -> None:
-        if isinstance(state, dict):  # which nothing else holds, as has been checked
+        if isinstance(state, dict):  # copied once: check_claims lets no object have a dictionary that is elsewhere too
             self.attributes.update(state)
         for part in state if isinstance(state, tuple) else ():
             if isinstance(part, dict):
@@ -111,7 +112,7 @@ class ArrayRecord:
 
     def __setstate__(self, state: tuple) -> None:
         _, shape, array_type, column_major, raw = state
-        if not isinstance(array_type, ArrayType) or not is_shape(shape, MAX_DIMENSIONS):
+        if not isinstance(array_type, ArrayType) or not is_shape(shape):
             raise WeightsFileError("a NumPy array has no plain type and shape")
         if column_major and len(shape) > 1:
             raise WeightsFileError("column-major NumPy arrays are not expected in a weights file")
@@ -128,11 +129,13 @@ class ArrayRecord:
         return self.flat.reshape(self.shape).tolist()
 
 
-def is_shape(value: object, most_dimensions: int) -> bool:
+def is_shape(value: object) -> bool:
     """Whether a value out of a file is a tuple of a few non-negative integers."""
-    if not isinstance(value, tuple) or len(value) > most_dimensions:
-        return False
-    return all(type(number) is int and number >= 0 for number in value)
+    return (
+        isinstance(value, tuple)
+        and len(value) <= MAX_DIMENSIONS
+        and all(type(number) is int and number >= 0 for number in value)
+    )
 
 
 def is_key(value: object) -> bool:
@@ -181,9 +184,11 @@ class _Settling:
         if isinstance(value, CONTAINERS):
             if not value:
                 return value, 1, 1
-            if id(value) not in self.sizes:
+            if id(value) not in self.sizes and level < MAX_LEVELS:
                 self._enter(value, level)
-            size, levels = self.sizes[id(value)]
+            size, levels = self.sizes.get(id(value), (1, 1))
+            if level + levels > MAX_LEVELS:
+                raise UnsafeWeightsError(f"holds containers nested in more than {MAX_LEVELS} levels")
             if not size:
                 raise UnsafeWeightsError("holds containers that hold themselves")
             return self.replaced.get(id(value), (None, value))[1], size, levels
@@ -201,15 +206,13 @@ class _Settling:
 
     def _enter(self, value: Any, level: int) -> None:
         """Visit what is inside a container, and note its size."""
-        if level >= MAX_LEVELS:
-            raise UnsafeWeightsError(f"holds containers nested in more than {MAX_LEVELS} levels")
         self.sizes[id(value)] = 0, 0
         size, levels, changed = len(value), 0, {}
         if isinstance(value, dict):
             size += _letters(value)
         for place, item in value.items() if isinstance(value, dict) else enumerate(value):
             kind = type(item)
-            if kind in SCALARS:
+            if kind in SCALARS:  # as in visit; most items are such, and a call for each takes longer
                 continue
             if kind in TEXTS:
                 size += len(item)
@@ -223,8 +226,6 @@ class _Settling:
             raise UnsafeWeightsError(
                 f"holds containers that share their parts and unfold to over {MAX_UNFOLDED:,} values"
             )
-        if levels >= MAX_LEVELS:
-            raise UnsafeWeightsError(f"holds containers nested in more than {MAX_LEVELS} levels")
         self.sizes[id(value)] = size, levels + 1
         if changed:
             self._replace(value, changed)
@@ -238,8 +239,8 @@ class _Settling:
 
 
 def _letters(keys: Any) -> int:
-    """Return the letters of keys or members that are text."""
+    """Return the letters of keys or members that are text; nearly always all are."""
     try:
         return sum(map(len, keys))
-    except TypeError:
+    except TypeError:  # a number among them
         return sum(len(key) for key in keys if type(key) in TEXTS)

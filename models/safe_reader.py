@@ -1,9 +1,13 @@
 """Reading of ``torch.save`` files as data, without running anything that the file asks for.
 
-A weights file is a zip archive with a pickle inside, and a pickle is a small program. The reader here unpickles with a
-table: a handful of names have a harmless substitute written in this module, classes of ``models.*`` and of
-``torch.nn.modules.*`` become inert :class:`ForeignObject` records, and every other name ends the reading with an error
-that says which name it was. No class or function named by a file is ever looked up, imported or called.
+A weights file is a zip archive with a pickle inside, and a pickle is a small program. It is read in three steps:
+
+1. ``load_claims`` follows its instructions without doing them, and refuses what would have no end.
+2. The reader here unpickles with a table: a handful of names have a harmless substitute written in this module, classes
+   of ``models.*`` and of ``torch.nn.modules.*`` become inert :class:`ForeignObject` records, and every other name ends
+   the reading with an error that says which name it was. No class or function named by a file is ever looked up,
+   imported or called.
+3. ``load_records`` settles what came out: arrays become numbers, and containers that unfold to any size are refused.
 """
 
 from __future__ import annotations
@@ -26,7 +30,17 @@ from torch import Tensor
 from models.file_kinds import HEAD_BYTES, describe_foreign_file
 from models.load_claims import UnsafeWeightsError, WeightsFileError, check_claims
 from models.load_entries import Entries
-from models.load_records import ENTRY_BYTES, Allowance, ArrayRecord, ArrayType, ForeignObject, is_key, is_shape, settle
+from models.load_records import (
+    ENTRY_BYTES,
+    MAX_DIMENSIONS,
+    Allowance,
+    ArrayRecord,
+    ArrayType,
+    ForeignObject,
+    is_key,
+    is_shape,
+    settle,
+)
 
 FOREIGN_PREFIXES = ("models.", "torch.nn.modules.")
 """Modules whose classes are recorded, never imported: the network definition inside an upstream file."""
@@ -60,11 +74,10 @@ MAX_PATH_LETTERS = 1000
 """Letters of the names of a module and of those around it."""
 
 MAX_NAME_LETTERS = 200
-MAX_CLASSES = 1000
-"""Letters of the name of a class, and different classes in a file; a training file has 40."""
+"""Letters of the name of a class and its module."""
 
-MAX_DIMENSIONS = 64
-"""Dimensions of a tensor, as in torch."""
+MAX_CLASSES = 1000
+"""Different classes in a file; a training file has 40."""
 
 LONGEST_REASON = 600
 """Letters of an error that are shown; parts of a file may stand in it."""
@@ -82,7 +95,7 @@ REFUSAL_HINTS = {
     "_rebuild_tensor_v3": "it holds tensors of a number type that networks here do not have; save them with float()",
     "Complex": "it holds complex numbers, which networks here do not have",
 }
-
+"""Part of a refused name -> why it is there, or what to do; the first that fits is told."""
 
 MALFORMED = (
     pickle.UnpicklingError,
@@ -112,7 +125,7 @@ def read_torch_file(path: str | Path) -> Any:
 
     Raises:
         FileNotFoundError: no such file.
-        UnsafeWeightsError: the file refers to a name outside the table.
+        UnsafeWeightsError: the file refers to a name outside the table, or asks for endless work or memory.
         WeightsFileError: the file is something else (web page, Git LFS pointer, ONNX, ...) or damaged.
     """
     path = Path(path)
@@ -209,7 +222,7 @@ class _TensorCollector:
         skipped = module.attributes.get("_non_persistent_buffers_set") or ()
         if not isinstance(skipped, (set, frozenset, tuple, list)):
             raise WeightsFileError(f"the module {prefix[-80:]!r} has no set of names of buffers")
-        hidden = {name for name in skipped if isinstance(name, str)} if skipped else ()
+        hidden = {name for name in skipped if isinstance(name, str)}
         for table, left_out in (("_parameters", ()), ("_buffers", hidden)):
             for name, tensor in self.table(module, table, prefix).items():
                 if isinstance(tensor, Tensor) and name not in left_out:
@@ -234,7 +247,10 @@ class _TensorCollector:
 
 
 class _Substitute:
-    """Call of one function of this module; unlike the function itself it cannot be altered by a pickle."""
+    """Call of one function of this module; unlike the function itself it cannot be altered by a pickle.
+
+    ``check_claims`` refuses such a pickle before; this holds even if the unpickler should see it differently.
+    """
 
     __slots__ = ("_function",)
 
@@ -301,8 +317,7 @@ class _TableUnpickler(pickle.Unpickler):
             if info.file_size != expected:
                 raise WeightsFileError(f"storage {key} has {info.file_size} bytes instead of {expected}")
             raw = self.entries.read(info)
-            flat = torch.frombuffer(raw, dtype=kind.dtype) if raw else torch.empty(0, dtype=kind.dtype)
-            self.storages[key] = flat
+            self.storages[key] = torch.frombuffer(raw, dtype=kind.dtype) if raw else torch.empty(0, dtype=kind.dtype)
         return self.storages[key]
 
 
@@ -353,7 +368,7 @@ def _pickle_folder(names: list[str]) -> str:
 
 def _rebuild_tensor(storage: Tensor, offset: int, size: tuple, stride: tuple, *_: object) -> Tensor:
     """Place a tensor on its storage; torch itself refuses a view that leaves the storage."""
-    if not (type(storage) is Tensor and is_shape(size, MAX_DIMENSIONS) and is_shape(stride, MAX_DIMENSIONS)):
+    if not (type(storage) is Tensor and is_shape(size) and is_shape(stride)):
         raise WeightsFileError("a tensor has no storage, shape and strides")
     if math.prod(size) > storage.numel():
         raise WeightsFileError(f"a tensor of shape {size} does not fit its storage of {storage.numel()} numbers")
@@ -365,13 +380,13 @@ def _first_argument(data: Tensor, *_: object) -> Tensor:
 
 
 def _size(*sizes: object) -> tuple:
-    if len(sizes) > 1 or not all(is_shape(size, MAX_DIMENSIONS) for size in sizes):
+    if len(sizes) > 1 or not all(is_shape(size) for size in sizes):
         raise WeightsFileError(f"a size of a tensor is not made of up to {MAX_DIMENSIONS} numbers")
     return sizes[0] if sizes else ()
 
 
 def _set(allowance: Allowance, members: Any = ()) -> set:
-    """Return a set of numbers and short text; what else hashing and comparing would take is not known before."""
+    """Return a set of numbers and short text; nobody knows how long hashing and comparing anything else takes."""
     if not isinstance(members, (list, tuple)):
         raise WeightsFileError(f"a set is made of a {type(members).__name__}, expected a list")
     allowance.spend(ENTRY_BYTES * len(members))

@@ -29,9 +29,13 @@ pytestmark = [
 ]
 
 DEADLINE_S = 20.0
-GROWTH_BYTES = 900_000_000
-SPACE_BYTES = 3_000_000_000
+"""Far more than any reading takes on a busy machine, and far less than one that has no end."""
+MAX_GROWTH_BYTES = 900_000_000
+"""Memory of one reading; what the reader allows for objects and for copies is inside."""
+MAX_SPACE_BYTES = 3_000_000_000
+"""Addresses that the process may take, so that a fault here does not fill the machine."""
 LONGEST_MESSAGE = 1500
+"""Letters of a message: parts of the file are shortened in it, the path is not."""
 
 
 def apart(work: Callable[[], object]) -> str:
@@ -52,13 +56,14 @@ def apart(work: Callable[[], object]) -> str:
         os.close(receiver)
     assert told, f"the process crashed (status {status})"
     growth, message = told.split(" ", 1)
-    assert int(growth) < GROWTH_BYTES, f"{int(growth):,} bytes"
+    assert int(growth) < MAX_GROWTH_BYTES, f"{int(growth):,} bytes"
     return message
 
 
 def _do(work: Callable[[], object], sender: int) -> None:
+    """Work with bounded memory, tell how much it grew and how it ended, and end the process."""
     pages = int(Path("/proc/self/statm").read_text().split()[0]) if os.path.exists("/proc/self/statm") else 0
-    limit = pages * resource.getpagesize() + SPACE_BYTES
+    limit = pages * resource.getpagesize() + MAX_SPACE_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
@@ -74,6 +79,7 @@ def _do(work: Callable[[], object], sender: int) -> None:
 
 
 def archive(path: Path, pickled: bytes, records: dict[str, bytes] | None = None) -> Path:
+    """Write a torch-like archive around the instructions of a pickle."""
     with zipfile.ZipFile(path, "w") as target:
         target.writestr("archive/data.pkl", b"\x80\x04" + pickled)
         for name, content in (records or {}).items():
@@ -81,7 +87,13 @@ def archive(path: Path, pickled: bytes, records: dict[str, bytes] | None = None)
     return path
 
 
-# --- words of the pickle language ---
+# Instructions of pickles that are written as letters below; pickletools lists them all.
+#   push: N None, K M J integer of 1, 2, 4 bytes, X text, B bytes, ) ] } \x8f empty tuple, list, dict, set
+#   make: ( mark, t l d \x91 tuple, list, dict, frozenset of all above it, \x85 \x86 \x87 tuple of 1, 2, 3 values
+#   fill: a list by one, e by all above the mark, s u dict likewise, \x90 set by all
+#   again: 0 drop, 2 push once more, p q r store under a number, g h j push by number
+#   call: c class by name, \x93 class by two texts, R call, \x81 new object, b give it a state, Q storage
+#   \x95 frame, . end
 
 
 def text(value: str | bytes) -> bytes:
@@ -178,7 +190,7 @@ COPIES: dict[str, bytes] = {
 }
 
 
-MANY = b"J" + struct.pack("<i", 3_000_000)
+MANY = b"J" + struct.pack("<i", 3_000_000)  # an integer
 
 
 def array(shape: bytes, content: bytes) -> bytes:
@@ -220,17 +232,23 @@ VALUES: dict[str, bytes] = {
     "refused name": name("os", "a" * 1_000_000),
     "extension": b"\x82\x01",
     "old instance": b"(icollections\nOrderedDict\n",
+    "keyword arguments": LONG_DICT + b"0" + often(CONV + b")" + get(1) + b"\x92", 1000),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [*(f"keys/{key}" for key in KEYS), *(f"copies/{key}" for key in COPIES),
-                                  *(f"values/{key}" for key in VALUES)])  # fmt: skip
+CASES = {
+    f"{group}/{case}": program
+    for group, programs in (("keys", KEYS), ("copies", COPIES), ("values", VALUES))
+    for case, program in programs.items()
+}
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_refused_by_name_in_seconds(tmp_path: Path, case: str) -> None:
-    group, _, key = case.partition("/")
-    program = {"keys": KEYS, "copies": COPIES, "values": VALUES}[group][key]
-    path = archive(tmp_path / "endless.pt", program + b".", {"data/0": bytes(16)})
+    path = archive(tmp_path / "endless.pt", CASES[case] + b".", {"data/0": bytes(16)})
     message = apart(lambda: read_torch_file(path))
     assert message.startswith(f"{path}: ") and len(message) < LONGEST_MESSAGE, message
+    # Neither the limit of memory ended it, nor a mistake in the program above.
     assert "MemoryError" not in message and "underflow" not in message and "lacks" not in message, message
 
 
