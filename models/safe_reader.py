@@ -45,7 +45,10 @@ from models.load_records import (
 FOREIGN_PREFIXES = ("models.", "torch.nn.modules.")
 """Modules whose classes are recorded, never imported: the network definition inside an upstream file."""
 
-FOREIGN_RECORDS = ("argparse.Namespace", "pathlib.PosixPath", "pathlib.WindowsPath", "pathlib._local.PosixPath")
+PATH_CLASSES = tuple(
+    f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")
+)
+FOREIGN_RECORDS = ("argparse.Namespace", *PATH_CLASSES)
 """Single classes that older files hold among their options; recorded in the same way."""
 
 STORAGE_DTYPES: dict[str, torch.dtype] = {

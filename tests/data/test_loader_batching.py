@@ -18,6 +18,7 @@ from utils.data import batching
 from utils.data.batching import BatchMaker, Failure, Parcel, collate, collate_quad
 from utils.data.dataset import Sample, SampleKey
 from utils.data.loader import create_dataloader
+from utils.data.plan_batches import PlanBatch
 
 
 def sample(value: int, rows: list[list[float]]) -> Sample:
@@ -38,7 +39,7 @@ def test_collate_numbers_the_pictures() -> None:
 
 @pytest.mark.parametrize("has_private_call", [True, False])
 def test_collate_into_shared_memory(has_private_call: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batching, "SMALL_BYTES", 0)
+    monkeypatch.setattr(batching, "MESSAGE_BYTES", 0)
     if not has_private_call:
         monkeypatch.setattr(torch.UntypedStorage, "_new_shared", None, raising=False)
     samples = [sample(1, [ROW, ROW]), sample(2, [])]
@@ -149,6 +150,17 @@ def test_large_tensors_move_to_shared_memory_and_small_ones_into_the_message() -
     assert torch.equal(moved.targets, parcel.targets) and moved.targets.dtype == parcel.targets.dtype
     assert (moved.paths, moved.shapes) == (parcel.paths, parcel.shapes)
     moved.targets[:, 0] += 1  # as joining pieces does
+
+
+@given(st.lists(st.integers(0, 60), min_size=4, max_size=4))
+def test_what_travels_inside_the_message_fits_a_pipe(kilobytes: list[int]) -> None:
+    tiles, views, looks, targets = (torch.zeros(size << 10, dtype=torch.uint8) for size in kilobytes)
+    empty = torch.zeros(0)
+    plans = PlanBatch(tiles, views, looks, empty, targets, empty).to_shared_memory()
+    inside = sorted(value.nbytes for value in plans.tensors().values() if not value.is_shared())
+    assert sum(inside) <= batching.MESSAGE_BYTES
+    outside = [value.nbytes for value in plans.tensors().values() if value.is_shared()]
+    assert not outside or sum(inside) + min(outside) > batching.MESSAGE_BYTES  # none went without need
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=4), st.sampled_from(["float32", "int32", "uint8", "int64"]))

@@ -132,6 +132,13 @@ def test_numpy_values_become_python_numbers(tmp_path: Path, protocol: int) -> No
     assert read["nested"] == [{"x": [1, 2]}, (2.0,)]
 
 
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])  # the second one in Python 3.13
+@pytest.mark.parametrize("system", ["Posix", "Windows"])
+def test_paths_of_any_system_and_python_become_records(tmp_path: Path, module: str, system: str) -> None:
+    pickled = f"c{module}\n{system}Path\n(Vdata\nVset.yaml\ntR.".encode()
+    assert read_torch_file(write_archive(tmp_path / "x.pt", pickled)).args == ("data", "set.yaml")
+
+
 def test_options_of_older_forks_become_records(tmp_path: Path) -> None:
     options = argparse.Namespace(epochs=3, save_dir=Path("runs/x"))
     read = read_torch_file(write_archive(tmp_path / "o.pt", pickle.dumps({"opt": options}, 2)))

@@ -19,7 +19,8 @@ from utils.data.dataset import LoadImagesAndLabels, Sample, SampleKey, Shapes
 Batch = tuple[Tensor, Tensor, tuple[str, ...], tuple[Shapes | None, ...]]
 QUAD = 4  # pictures that --quad joins to one
 QUAD_STREAM = 1 << 41  # keeps these draws apart from those of the samples and of the order
-SMALL_BYTES = 1 << 18
+MESSAGE_BYTES = 48 << 10
+"""Tensors inside a message. A pipe takes 64 KiB at once, so a killed process leaves no half of a message."""
 T = TypeVar("T", bound="Travelling")
 
 
@@ -37,8 +38,10 @@ class Travelling:
 
     def to_shared_memory(self: T) -> T:
         """Move large tensors; done here, where lack of room can be reported, and not by the queue, which would hang."""
-        for value in self.tensors().values():
-            if value.nbytes > SMALL_BYTES:
+        room = MESSAGE_BYTES
+        for value in sorted(self.tensors().values(), key=lambda tensor: tensor.nbytes):
+            room -= value.nbytes
+            if room < 0:
                 value.share_memory_()
         return self
 
