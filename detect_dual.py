@@ -15,7 +15,7 @@ from utils.options import DetectOptions
 def main(argv: Sequence[str] | None = None, *, is_script: bool = False) -> int:
     """Detect as the command line says; return 0 when at least one input was processed.
 
-    A script of its own keeps what it loads out of the search for garbage, which takes 0.1 s now, and 0.4 s at the end.
+    A script of its own keeps what it loads out of the search for garbage, which would take 0.1 s.
     """
     options = DetectOptions.from_cli(argv)
     if is_script:

@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from models.safe_reader import WeightsFileError, foreign_state_dict, read_torch_file
+from tests.models.archives import write_archive
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="processes cannot be forked here"),
@@ -78,14 +79,7 @@ def _do(work: Callable[[], object], sender: int) -> None:
     os._exit(0)
 
 
-def archive(path: Path, pickled: bytes, records: dict[str, bytes] | None = None) -> Path:
-    """Write a torch-like archive around the instructions of a pickle."""
-    with zipfile.ZipFile(path, "w") as target:
-        target.writestr("archive/data.pkl", b"\x80\x04" + pickled)
-        for name, content in (records or {}).items():
-            target.writestr(f"archive/{name}", content)
-    return path
-
+PROTOCOL_4 = b"\x80\x04"
 
 # Instructions of pickles that are written as letters below; pickletools lists them all.
 #   push: N None, K M J integer of 1, 2, 4 bytes, X text, B bytes, ) ] } \x8f empty tuple, list, dict, set
@@ -245,7 +239,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_refused_by_name_in_seconds(tmp_path: Path, case: str) -> None:
-    path = archive(tmp_path / "endless.pt", CASES[case] + b".", {"data/0": bytes(16)})
+    path = write_archive(tmp_path / "endless.pt", PROTOCOL_4 + CASES[case] + b".", {"data/0": bytes(16)})
     message = apart(lambda: read_torch_file(path))
     assert message.startswith(f"{path}: ") and len(message) < LONGEST_MESSAGE, message
     # Neither the limit of memory ended it, nor a mistake in the program above.
@@ -260,7 +254,7 @@ OBJECTS: dict[str, bytes] = {
 
 @pytest.mark.parametrize("case", OBJECTS)
 def test_objects_are_read_however_many_and_deep(tmp_path: Path, case: str) -> None:
-    path = archive(tmp_path / "large.pt", OBJECTS[case] + b".")
+    path = write_archive(tmp_path / "large.pt", PROTOCOL_4 + OBJECTS[case] + b".")
     assert apart(lambda: read_torch_file(path)) == "done"
 
 
@@ -284,7 +278,7 @@ MODULES: dict[str, bytes] = {
 
 @pytest.mark.parametrize("case", MODULES)
 def test_modules_are_walked_to_an_end(tmp_path: Path, case: str) -> None:
-    path = archive(tmp_path / "endless.pt", MODULES[case] + b".", {"data/0": bytes(16)})
+    path = write_archive(tmp_path / "endless.pt", PROTOCOL_4 + MODULES[case] + b".", {"data/0": bytes(16)})
     message = apart(lambda: foreign_state_dict(read_torch_file(path)))
     assert "module" in message and "Error" not in message and len(message) < LONGEST_MESSAGE, message
 
@@ -292,7 +286,7 @@ def test_modules_are_walked_to_an_end(tmp_path: Path, case: str) -> None:
 def test_list_of_names_that_are_left_out_is_looked_up_quickly(tmp_path: Path) -> None:
     names = b"](" + b"".join(text(f"x{number}") for number in range(50_000)) + b"e"
     program = TENSOR + put(9) + b"0" + module(text("_buffers") + WIDE + text("_non_persistent_buffers_set") + names)
-    path = archive(tmp_path / "wide.pt", program + b".", {"data/0": bytes(16)})
+    path = write_archive(tmp_path / "wide.pt", PROTOCOL_4 + program + b".", {"data/0": bytes(16)})
     assert apart(lambda: foreign_state_dict(read_torch_file(path))) == "done"
 
 

@@ -26,6 +26,7 @@ import torch
 
 from models.checkpoint import build_model, load_checkpoint
 from models.safe_reader import UnsafeWeightsError, WeightsFileError, read_torch_file
+from tests.models.archives import write_archive
 from tests.reference.tiny import TINY_DUAL, save_tiny_dual, tiny_dual
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
@@ -67,21 +68,12 @@ class Call:
         return self.function, self.args
 
 
-def archive(path: Path, pickled: bytes, records: dict[str, bytes] | None = None) -> Path:
-    """Write a torch-like archive around any pickle."""
-    with zipfile.ZipFile(path, "w") as target:
-        target.writestr("archive/data.pkl", pickled)
-        for name, content in (records or {}).items():
-            target.writestr(f"archive/{name}", content)
-    return path
-
-
 def upstream_with(path: Path, **attributes: object) -> Path:
     """Write a small upstream-like file whose network object carries further attributes."""
     sound = {"training": False, "_parameters": {}, "_buffers": {}, "_modules": {}, "yaml": TINY_DUAL}
     network = b"\x80\x02cmodels.yolo\nDetectionModel\n)\x81" + pickle.dumps(sound | attributes, 2)[2:-1] + b"b"
     head = b"\x80\x02}X\x05\x00\x00\x00model"
-    return archive(path, head + network[2:] + b"s.")
+    return write_archive(path, head + network[2:] + b"s.")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -118,7 +110,7 @@ CALLS: dict[str, Call] = {
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, protocol: int) -> None:
     monkeypatch.chdir(tmp_path)
-    path = archive(tmp_path / "evil.pt", pickle.dumps({"model": [{"deep": (CALLS[name],)}]}, protocol))
+    path = write_archive(tmp_path / "evil.pt", pickle.dumps({"model": [{"deep": (CALLS[name],)}]}, protocol))
     with nothing_may_run(path), pytest.raises(UnsafeWeightsError, match=rf"evil\.pt.*{name}.*nothing in the file"):
         load_checkpoint(path)
     assert not (tmp_path / "ran").exists()
@@ -132,7 +124,7 @@ def test_hooks_of_a_network_are_refused(tmp_path: Path, table: str, reference: s
     content = zipfile.ZipFile(marked).read("archive/data.pkl")
     text = b"X\x08\x00\x00\x00@@HOOK@@"
     assert text in content
-    path = archive(marked, content.replace(text, b"c" + reference.encode() + b"\n"))
+    path = write_archive(marked, content.replace(text, b"c" + reference.encode() + b"\n"))
     with nothing_may_run(path), pytest.raises(UnsafeWeightsError, match=reference.split("\n")[1]):
         load_checkpoint(path)
 
@@ -140,7 +132,7 @@ def test_hooks_of_a_network_are_refused(tmp_path: Path, table: str, reference: s
 def test_functions_of_network_modules_are_inert(tmp_path: Path) -> None:
     """What stands under an allowed module is a record: calling it stores the arguments and does nothing."""
     pickled = b"\x80\x02cmodels.common\nos.system\n(X\x09\x00\x00\x00touch rantR."
-    path = archive(tmp_path / "evil.pt", pickled)
+    path = write_archive(tmp_path / "evil.pt", pickled)
     with nothing_may_run(path):
         record = read_torch_file(path)
     assert record.args == ("touch ran",) and not callable(record)
@@ -191,7 +183,7 @@ CLAIMS = {
 
 @pytest.mark.parametrize("claim", CLAIMS)
 def test_pickles_that_claim_gigabytes(tmp_path: Path, claim: str) -> None:
-    path = archive(tmp_path / "bomb.pt", CLAIMS[claim])
+    path = write_archive(tmp_path / "bomb.pt", CLAIMS[claim])
     with little_memory(), nothing_may_run(path), pytest.raises(WeightsFileError, match="damaged|claims"):
         load_checkpoint(path)
 
@@ -219,7 +211,7 @@ def test_repacked_file_whose_data_are_damaged(tmp_path: Path, method: int, posit
 
 
 def test_entry_at_a_place_that_does_not_exist(tmp_path: Path) -> None:
-    path = archive(tmp_path / "odd.pt", pickle.dumps({}, 2))
+    path = write_archive(tmp_path / "odd.pt", pickle.dumps({}, 2))
     content = bytearray(path.read_bytes())
     end = content.rindex(b"PK\x05\x06")  # of the directory, which says where that begins
     (start,) = struct.unpack_from("<I", content, end + 16)
@@ -238,7 +230,7 @@ def test_zip_that_unpacks_to_far_more_than_it_is(tmp_path: Path) -> None:
 
 
 def test_entry_whose_header_claims_4_gb(tmp_path: Path) -> None:
-    path = archive(tmp_path / "bomb.pt", pickle.dumps({}, 2))
+    path = write_archive(tmp_path / "bomb.pt", pickle.dumps({}, 2))
     content = path.read_bytes()
     size = struct.pack("<I", len(pickle.dumps({}, 2)))
     path.write_bytes(content.replace(size + size, struct.pack("<II", 2**32 - 2, 2**32 - 2)))
@@ -256,7 +248,7 @@ def test_tensor_that_claims_4_gb(tmp_path: Path) -> None:
     storage = pickled.replace(b"K\x07tq", b"J" + struct.pack("<i", 2**30) + b"tq")
     assert shape != pickled and storage != pickled
     for changed, words in ((shape, "does not fit its storage of 7 numbers"), (storage, "has 28 bytes instead of")):
-        path = archive(tmp_path / "bomb.pt", changed, records)
+        path = write_archive(tmp_path / "bomb.pt", changed, records)
         with little_memory(), pytest.raises(WeightsFileError, match=words):
             load_checkpoint(path)
 
@@ -286,7 +278,7 @@ def shared_twice(depth: int, empty: bytes, pair: bytes) -> bytes:
 
 @pytest.mark.parametrize("pair", [b"h@h@\x86", b"](h@h@e"])
 def test_containers_that_double_at_every_level(tmp_path: Path, pair: bytes) -> None:
-    path = archive(tmp_path / "bomb.pt", shared_twice(80, b"K\x01", pair))
+    path = write_archive(tmp_path / "bomb.pt", shared_twice(80, b"K\x01", pair))
     with pytest.raises(WeightsFileError, match="share their parts and unfold"):
         load_checkpoint(path)
 
@@ -296,14 +288,14 @@ def test_modules_that_double_at_every_level(tmp_path: Path) -> None:
     program = shared_twice(80, b"cmodels.common\nConv\n)\x81", module)
     network = b"0cmodels.yolo\nDetectionModel\n)\x81}(X\x08\x00\x00\x00_modules}X\x01\x00\x00\x00mh\x50s"
     network += b"X\x04\x00\x00\x00yaml}ub."
-    path = archive(tmp_path / "bomb.pt", program[:-1] + network)
+    path = write_archive(tmp_path / "bomb.pt", program[:-1] + network)
     with pytest.raises(WeightsFileError, match="more than 100,000 modules"):
         load_checkpoint(path)
 
 
 @pytest.mark.parametrize("level", [b"\x85", b"]\x86"])
 def test_deep_nesting(tmp_path: Path, level: bytes) -> None:
-    path = archive(tmp_path / "deep.pt", b"\x80\x02K\x01" + level * 100_000 + b".")
+    path = write_archive(tmp_path / "deep.pt", b"\x80\x02K\x01" + level * 100_000 + b".")
     with pytest.raises(WeightsFileError, match="deep.pt"):
         load_checkpoint(path)
 

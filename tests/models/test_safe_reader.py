@@ -24,17 +24,9 @@ from models.safe_reader import (
     foreign_state_dict,
     read_torch_file,
 )
+from tests.models.archives import write_archive
 
 UPSTREAM_FILES = ("yolov9-t_train", "yolov9-t_stripped", "gelan-t_stripped", "yolov9-t_nc3_stripped")
-
-
-def write_archive(path: Path, pickled: bytes, records: dict[str, bytes] | None = None) -> Path:
-    """Write a torch-like archive around any pickle."""
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("archive/data.pkl", pickled)
-        for name, content in (records or {}).items():
-            archive.writestr(f"archive/{name}", content)
-    return path
 
 
 class Call:

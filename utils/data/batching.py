@@ -45,6 +45,11 @@ class Travelling:
                 value.share_memory_()
         return self
 
+    def pin_memory(self: T, device: str | None = None) -> T:
+        """The same in page-locked memory; device is what torch passes, the default is meant."""
+        pinned = {name: value.pin_memory() for name, value in self.tensors().items() if value.numel()}
+        return replace(self, **pinned)  # type: ignore[type-var]
+
     def __getstate__(self) -> dict[str, object]:
         inside = {name: value.numpy() for name, value in self.tensors().items() if not value.is_shared()}
         return {**self.__dict__, **inside}
@@ -62,10 +67,6 @@ class Parcel(Travelling):
     targets: Tensor
     paths: tuple[str, ...]
     shapes: tuple[Shapes | None, ...]
-
-    def pin_memory(self, device: str | None = None) -> Parcel:
-        """The same with tensors in page-locked memory; device is what torch passes, the default is meant."""
-        return replace(self, images=self.images.pin_memory(), targets=self.targets.pin_memory())
 
     def batch(self) -> Batch:
         """Images (B, 3, H, W) uint8, targets (T, 6), paths, shapes."""

@@ -77,10 +77,6 @@ class PlanBatch(Travelling):
     known_broken: int = 0
     has_colours: bool = False
 
-    def pin_memory(self, device: str | None = None) -> PlanBatch:
-        """The same in page-locked memory; device is what torch passes, the default is meant."""
-        return replace(self, **{name: value.pin_memory() for name, value in self.tensors().items() if value.numel()})
-
     def moved_to(self, device: torch.device) -> PlanBatch:
         """The same on a device, without waiting for it."""
         return replace(self, **{name: value.to(device, non_blocking=True) for name, value in self.tensors().items()})

@@ -72,10 +72,8 @@ def _results(device: torch.device, dtype: torch.dtype, *, is_fused: bool, convol
     generator = torch.Generator().manual_seed(0)
 
     def values(*shape: int, scale: float = 1.0) -> Tensor:
-        drawn = (
-            (torch.randn(shape, generator=generator) * scale).bfloat16().half()
-        )  # exact in every type that is compared
-        placed = drawn.to(device=device, dtype=dtype)
+        drawn = torch.randn(shape, generator=generator) * scale
+        placed = drawn.bfloat16().half().to(device=device, dtype=dtype)  # exact in every type that is compared
         return (placed.contiguous(memory_format=torch.channels_last) if len(shape) == 4 else placed).requires_grad_()
 
     inputs = [values(2, CHANNELS, SIDE, SIDE) for _ in range(2)]

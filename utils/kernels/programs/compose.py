@@ -90,16 +90,14 @@ def _layer(
     """Red, green and blue of one layer for pixels x, y of a rectangle: each the mean of points of a plane of tiles."""
     left, right, top, bottom = _reach(view, start_x - 0.5, end_x + 0.5, start_y - 0.5, end_y + 0.5)
     centre_x, centre_y = tl.load(view + CENTRE_X).to(tl.int32), tl.load(view + CENTRE_Y).to(tl.int32)
-    is_copied = tl.load(view + MASK) >= 0  # then anything may show anywhere
-    is_empty = is_copied == 0
+    is_plain = tl.load(view + MASK) < 0  # with copies anything may show anywhere
+    is_empty = is_plain
     for position in tl.static_range(4):
         other = tile + position * TILE_COLUMNS
         is_beside = (right < tl.load(other + X1)) | (left >= tl.load(other + X2))
         is_empty &= is_beside | (bottom < tl.load(other + Y1)) | (top >= tl.load(other + Y2))
     quarter = tile + ((left >= centre_x).to(tl.int32) + 2 * (top >= centre_y).to(tl.int32)) * TILE_COLUMNS
-    is_whole = (
-        (is_copied == 0) & ((left >= centre_x) == (right >= centre_x)) & ((top >= centre_y) == (bottom >= centre_y))
-    )
+    is_whole = is_plain & ((left >= centre_x) == (right >= centre_x)) & ((top >= centre_y) == (bottom >= centre_y))
     is_whole &= (left >= tl.load(quarter + X1)) & (right < tl.load(quarter + X2))
     is_whole &= (top >= tl.load(quarter + Y1)) & (bottom < tl.load(quarter + Y2))
     grid = tl.load(view + GRID).to(tl.int32)
