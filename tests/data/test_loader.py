@@ -95,6 +95,35 @@ def test_passes_that_repeat_give_the_same_and_are_prepared(workers: int, monkeyp
     loader.close()
 
 
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_a_pass_that_was_begun_is_taken_once(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rows() -> list[tuple[float, float]]:
+        return [(row[4].item(), row[5].item()) for batch in loader for row in batch[1]]
+
+    loader = probe_loader(workers)
+    restarts = count_restarts(monkeypatch)
+    loader.begin()
+    pids = loader.worker_pids()
+    assert len(pids) == workers
+    assert rows() == [(0, index) for index in range(16)]
+    assert len(restarts) == 1
+    assert loader.worker_pids() == pids
+    assert rows() == [(0, index) for index in range(16)]  # and this pass began by itself
+    assert len(restarts) == 2
+    loader.begin()
+    loader.set_epoch(3)  # after all, another one
+    assert rows() == [(3, index) for index in range(16)]
+    loader.begin()
+    loader.announce(4)
+    assert rows() == [(3, index) for index in range(16)]
+    loader.set_epoch(4)
+    loader.begin()
+    loader.begin()
+    assert rows() == [(4, index) for index in range(16)]
+    loader.begin()
+    loader.close()
+
+
 def test_a_wrong_announcement_and_a_broken_pass_are_thrown_away() -> None:
     def epochs_and_indices() -> list[tuple[float, float]]:
         return [(row[4].item(), row[5].item()) for batch in loader for row in batch[1]]

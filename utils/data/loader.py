@@ -91,7 +91,7 @@ class EpochLoader:
         self.stall = StallWatch(self.doing, getattr(dataset, "prefix", ""))
         self._watch = WorkerWatch(self.stall, getattr(dataset, "cut_files", None))
         self._parcels: Iterator[Parcel | Failure] | None = None
-        self._is_between_epochs = False  # all batches of the last pass were taken
+        self._is_between_epochs = False  # all batches of the last pass were taken, none of the next one
         self.set_epoch(0)
 
     def __len__(self) -> int:
@@ -141,14 +141,19 @@ class EpochLoader:
         synchronise(composer.device)
         self._is_pool_filled = is_whole
 
+    def begin(self) -> None:
+        """Let the workers start on the next pass while this process prepares something else."""
+        if not self._is_pool_filled:
+            self.fill_pool()
+        self._restart()
+        self._stream.begun.appendleft(self._stream.current)
+        self._is_between_epochs = True
+
     def __iter__(self) -> Iterator[Batch | PlanBatch]:
         begun = self._stream.begun
-        if self._is_between_epochs and begun and self._stream.current.is_same(begun[0]):
-            begun.popleft()
-        else:
-            if not self._is_pool_filled:
-                self.fill_pool()
-            self._restart()
+        if not (self._is_between_epochs and begun and self._stream.current.is_same(begun[0])):
+            self.begin()
+        begun.popleft()
         self._is_between_epochs = False
         for number in range(len(self)):
             batch = self._take()

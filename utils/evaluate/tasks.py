@@ -83,6 +83,7 @@ def _validate(options: ValOptions, weights: str, recorder: WarningRecorder) -> V
     is_rect = slicing is None and _is_rect(options, model)
     if slicing is None:
         loader, dataset = _make_loader(options, spec, model, imgsz, batch_size, is_rect)
+        loader.begin()  # its workers read the first pictures while the network warms up
     else:
         loader, dataset = _make_whole_loader(options, spec, model, imgsz)
         _say_passes(slicing, dataset)

@@ -1,0 +1,130 @@
+"""Pictures per second that ``val_dual.py`` measures on a labelled split, pass after pass, in one process.
+
+    python -m bench.validation --data bccd.yaml --weights best.pt --passes 9 --record
+
+Loader, network and figures are those of ``val_dual.py`` without plots. A pass counts from the first batch asked for to
+the printed table. Between two passes there is a rest, in which loader processes prepare what they may, as during the
+training between two validations; ``--cold`` lets them begin with the pass. The first passes, in which kernels are
+loaded and passes of the network recorded, are shown but not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from bench.records import append_record
+from models.backend import DetectMultiBackend
+from models.replay import PLAIN_CALLS, Replay
+from utils.data.batching import Batch
+from utils.data.loader import EpochLoader, create_dataloader
+from utils.data.spec import load_data_spec
+from utils.evaluate.validator import Validator, ValResult
+from utils.log import LOGGER
+from utils.runtime import limit_threads, select_device, synchronise
+
+WARM_UP = PLAIN_CALLS + 2  # passes, so that each shape of a batch is recorded
+
+
+class WaitingLoader:
+    """A loader that counts the seconds its batches were waited for."""
+
+    def __init__(self, loader: EpochLoader) -> None:
+        self.loader, self.dataset = loader, loader.dataset
+        self.wait_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Batch]:
+        self.wait_s, batches = 0.0, iter(self.loader)
+        while True:
+            asked = time.perf_counter()
+            batch = next(batches, None)
+            self.wait_s += time.perf_counter() - asked
+            if batch is None:
+                return
+            yield batch
+
+
+def measure(arguments: argparse.Namespace) -> tuple[list[float], str]:
+    """Return pictures per second of each pass after the warm-up, and where the time of the last one went."""
+    device = select_device(arguments.device)
+    spec = load_data_spec(arguments.data)
+    model = DetectMultiBackend(arguments.weights, device=device, data=arguments.data, cuda_graphs=False)
+    loader, dataset = create_dataloader(
+        spec.split(arguments.split),
+        arguments.img,
+        arguments.batch,
+        model.stride,
+        pad=0.5,
+        rect=True,
+        workers=arguments.workers,
+        nc=spec.nc,
+        names=spec.names,
+    )
+    if not arguments.cold:
+        loader.repeat()
+    waiting = WaitingLoader(loader)
+    validator = Validator(
+        waiting, names=spec.names, device=device, half=arguments.half, replay=Replay(keeps_results=False)
+    )
+    rates = []
+    try:
+        for number in range(WARM_UP + arguments.passes):
+            time.sleep(arguments.rest)
+            synchronise(device)
+            started = time.perf_counter()
+            result = validator.run(model)
+            seconds = time.perf_counter() - started
+            rates.append(len(dataset) / seconds)
+            print(f"pass {number}: {rates[-1]:.0f} img/s", flush=True)
+    finally:
+        loader.close()
+    return rates[WARM_UP:], share(seconds, waiting.wait_s, result, len(dataset))
+
+
+def share(seconds: float, wait_s: float, result: ValResult, pictures: int) -> str:
+    """Milliseconds of a pass by what they went to."""
+    copied, network, suppression = (each * pictures for each in result.speed_ms)
+    rest = 1000 * (seconds - wait_s) - copied - network - suppression
+    return (
+        f"{1000 * seconds:.0f} ms a pass: {1000 * wait_s:.0f} waiting for pictures, {copied:.0f} copying them, "
+        f"{network:.0f} network, {suppression:.0f} suppression, {rest:.0f} matching and figures; "
+        f"mAP50 {result.map50:.3f}"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--weights", required=True)
+    parser.add_argument("--split", default="val", choices=["train", "val", "test"])
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--img", type=int, default=640)
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--half", action="store_true")
+    parser.add_argument("--device", default="")
+    parser.add_argument("--passes", type=int, default=9)
+    parser.add_argument("--rest", type=float, default=0.3, help="seconds between two passes")
+    parser.add_argument("--cold", action="store_true", help="nothing is prepared in the rest")
+    parser.add_argument("--record", action="store_true", help="add a row to RECORDS.md")
+    arguments = parser.parse_args(argv)
+    LOGGER.setLevel(logging.WARNING)
+    limit_threads()
+    rates, parts = measure(arguments)
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    text = f"{name}: median {statistics.median(rates):.0f} img/s ({min(rates):.0f}-{max(rates):.0f}); {parts}"
+    print(text)
+    if arguments.record:
+        print(append_record(text, len(rates)))
+
+
+if __name__ == "__main__":
+    main()
