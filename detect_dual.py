@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.cli import end_like_interrupt, run_script
+from utils.driver import begin_context
 from utils.options import DetectOptions
 
 
@@ -18,13 +19,16 @@ def main(argv: Sequence[str] | None = None, *, is_script: bool = False) -> int:
     A script of its own keeps what it loads out of the search for garbage, which would take 0.1 s.
     """
     options = DetectOptions.from_cli(argv)
+    is_torch_file = all(Path(name).suffix == ".pt" for name in options.weights)
     if is_script:
         gc.disable()
+        if is_torch_file:
+            begin_context(options.device)  # beside the loading of torch
     # after parsing, so that --help answers without loading torch
     from utils.nms import rehearse_suppression
     from utils.runtime import foreseen_device, wake
 
-    if all(Path(name).suffix == ".pt" for name in options.weights):
+    if is_torch_file:
         wake(foreseen_device(options.device), rehearse_suppression)  # beside the loading of what follows
     from utils.deploy.detector import Detector
 

@@ -3,9 +3,10 @@
     python -m bench.validation --data bccd.yaml --weights best.pt --passes 9 --record
 
 Loader, network and figures are those of ``val_dual.py`` without plots. A pass counts from the first batch asked for to
-the printed table. Between two passes there is a rest, in which loader processes prepare what they may, as during the
-training between two validations; ``--cold`` lets them begin with the pass. The first passes, in which kernels are
-loaded and passes of the network recorded, are shown but not counted.
+the printed table. Before each there is a rest, in which loader processes begin to read, as they do in ``val_dual.py``
+while the network warms up; ``--cold`` lets them begin with the pass, ``--kept`` has the pictures of an earlier pass in
+memory, as trainings with few validation pictures. The first passes, in which kernels are loaded and passes of the
+network recorded, are shown but not counted.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ def measure(arguments: argparse.Namespace) -> tuple[list[float], str]:
         nc=spec.nc,
         names=spec.names,
     )
-    if not arguments.cold:
-        loader.repeat()
+    if arguments.kept:
+        loader.keep()
     waiting = WaitingLoader(loader)
     validator = Validator(
         waiting, names=spec.names, device=device, half=arguments.half, replay=Replay(keeps_results=False)
@@ -77,6 +78,8 @@ def measure(arguments: argparse.Namespace) -> tuple[list[float], str]:
     rates = []
     try:
         for number in range(WARM_UP + arguments.passes):
+            if not (arguments.cold or arguments.kept):
+                loader.begin()
             time.sleep(arguments.rest)
             synchronise(device)
             started = time.perf_counter()
@@ -112,8 +115,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--half", action="store_true")
     parser.add_argument("--device", default="")
     parser.add_argument("--passes", type=int, default=9)
-    parser.add_argument("--rest", type=float, default=0.3, help="seconds between two passes")
-    parser.add_argument("--cold", action="store_true", help="nothing is prepared in the rest")
+    parser.add_argument("--rest", type=float, default=0.3, help="seconds before each pass")
+    begin = parser.add_mutually_exclusive_group()
+    begin.add_argument("--cold", action="store_true", help="nothing is read in the rest")
+    begin.add_argument("--kept", action="store_true", help="pictures stay in memory")
     parser.add_argument("--record", action="store_true", help="add a row to RECORDS.md")
     arguments = parser.parse_args(argv)
     LOGGER.setLevel(logging.WARNING)

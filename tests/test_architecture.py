@@ -37,7 +37,7 @@ REEXPORTS = {
 
 # Imports point downwards or stay on a level; the first pattern that fits a module gives its level.
 LEVELS = (
-    (r"utils\.(log|files|yaml_keys|runtime|boxes|anchors|threads|kernels(\.\w+)*)|models\.upstream", 0),
+    (r"utils\.(log|driver|files|yaml_keys|runtime|boxes|anchors|threads|kernels(\.\w+)*)|models\.upstream", 0),
     (r"(models|utils)(\.\w+)?\.__init__", 0),
     (r"models\.(fast_paths|blocks|stages)|utils\.(nms|slicing|cli|preflight|options(\.\w+)?)", 1),
     (r"models\.heads|utils\.data\..*", 2),

@@ -233,12 +233,15 @@ def test_bad_values_are_named() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("half", [False, True])
-def test_card_and_processor_agree(half: bool) -> None:
+@pytest.mark.parametrize("host_rows", [0, 1 << 30])
+def test_card_and_processor_agree(monkeypatch: pytest.MonkeyPatch, host_rows: int, half: bool) -> None:
+    monkeypatch.setattr(nms, "HOST_ROWS", host_rows)
     prediction = crowd(0, 4, 3000, 5, 4.0)
     prediction = prediction.half() if half else prediction
     options = {"conf_thres": 0.001, "iou_thres": 0.7, "multi_label": True}
     expected = non_max_suppression(prediction, **options)
     found = non_max_suppression(prediction.cuda(), **options)
+    assert all(mine.is_cuda for mine in found)
     assert all(torch.equal(mine.cpu(), theirs) for mine, theirs in zip(found, expected, strict=True))
 
 
@@ -246,6 +249,11 @@ def test_a_rehearsal_suppresses_something(monkeypatch: pytest.MonkeyPatch) -> No
     """It goes through every step: boxes are found and thrown out."""
     found = []
     suppress = nms._suppress
-    monkeypatch.setattr(nms, "_suppress", lambda *arguments: found.append(suppress(*arguments)))
+
+    def noted(*arguments: object) -> tuple[Tensor, list[int]]:
+        found.append(suppress(*arguments))
+        return found[-1]
+
+    monkeypatch.setattr(nms, "_suppress", noted)
     nms.rehearse_suppression(torch.device("cpu"))
-    assert [len(rows[0]) for rows in found] == [1, 2]  # one box, then the same box as two classes
+    assert [kept for _, kept in found] == [[1], [2]]  # one box, then the same box as two classes

@@ -1,7 +1,8 @@
 """Non-maximum suppression of a whole batch at once, on its device and in float32, without a time limit.
 
 The greedy rule is worked through in blocks of candidates, all pictures side by side. The host waits for the device a
-few times per batch, never per picture, and no picture is ever left out.
+few times per batch, never per picture, and no picture is ever left out. A few candidates are worked through by the
+processor.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 MAX_CANDIDATES = 30_000  # rows per picture that enter the suppression, best first
 CROWDED = MAX_CANDIDATES // 4  # candidates of a picture, on average, from which the worst ones are cut off beforehand
 CPU_BLOCK, DEVICE_BLOCK = 128, 512  # candidates per picture and round: little work in vain, few rounds
+HOST_ROWS = 1024  # up to so many candidates of a batch are suppressed by the processor: launching kernels takes longer
 PASSES = 3  # over a block between two looks at the result on a device, where looking costs more than a pass
 
 
@@ -35,6 +37,10 @@ class _Candidates:
     def select(self, index: Tensor) -> _Candidates:
         """Return the candidates at ``index`` (numbers or a mask)."""
         return _Candidates(*(part[index] for part in self.parts()))
+
+    def cpu(self) -> _Candidates:
+        """Return the candidates in host memory; the arithmetic on them is the same there, bit for bit."""
+        return _Candidates(*(part.cpu() for part in self.parts()))
 
     def joined(self, other: _Candidates) -> _Candidates:
         """Return these candidates and others behind them."""
@@ -85,11 +91,14 @@ def non_max_suppression(
     if classes is not None:
         wanted = torch.as_tensor(list(classes), dtype=candidates.label.dtype, device=prediction.device)
         candidates = candidates.select(torch.isin(candidates.label, wanted))
-    return _suppress(candidates, len(prediction), iou_thres, agnostic, max_det)
+    if len(candidates.image) <= HOST_ROWS:
+        candidates = candidates.cpu()
+    rows, kept = _suppress(candidates, len(prediction), iou_thres, agnostic, max_det)
+    return list(rows.to(prediction.device).split(kept))
 
 
 def rehearse_suppression(device: torch.device) -> None:
-    """Suppress a few boxes on ``device``: a GPU loads each operation when it is first used, 0.3 s for all of these."""
+    """Suppress a few boxes of ``device``: a GPU loads each operation when it is first used, 5 ms and more for each."""
     prediction = torch.full((1, 6, 64), 0.5, device=device)  # the same box, by two classes, again and again
     non_max_suppression(prediction)
     non_max_suppression(prediction, multi_label=True)
@@ -141,8 +150,13 @@ def _certain(labels: Sequence[Tensor], like: _Candidates) -> _Candidates:
     )
 
 
-def _suppress(found: _Candidates, batch: int, iou_thres: float, agnostic: bool, max_det: int) -> list[Tensor]:
-    """Drop what overlaps a better box of its class, keep ``max_det`` rows of each picture, best first."""
+def _suppress(
+    found: _Candidates, batch: int, iou_thres: float, agnostic: bool, max_det: int
+) -> tuple[Tensor, list[int]]:
+    """Drop what overlaps a better box of its class, keep ``max_det`` rows of each picture, best first.
+
+    Returns the rows (n, 6 + nm), picture by picture, and how many each picture has.
+    """
     # Bits of positive floats rise with their values, so one whole number orders by picture and falling confidence.
     order = ((found.image << 32) - found.score.view(torch.int32)).argsort(stable=True)
     found = found.select(order)
@@ -152,7 +166,7 @@ def _suppress(found: _Candidates, batch: int, iou_thres: float, agnostic: bool, 
     index = index[torch.arange(max_det, device=index.device) < kept[:, None]]  # (kept rows,), picture by picture
     found = found.select(index)
     rows = torch.cat((found.corners, found.score[:, None], found.label[:, None], found.further), 1)
-    return list(rows.split(kept.tolist()))
+    return rows, kept.tolist()
 
 
 def _greedy(

@@ -22,8 +22,9 @@ import torch
 from torch import nn
 
 from utils.cli import run_script
+from utils.driver import is_automatic
 from utils.log import LOGGER, first_line
-from utils.runtime import is_automatic, select_device
+from utils.runtime import select_device
 
 SHARED_MEMORY = Path("/dev/shm")
 SMALL_SHARED_MEMORY_GB = 1.0  # below, a container's default of 64 MB is likely

@@ -15,9 +15,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from utils.driver import device_name, is_automatic
 from utils.log import LOGGER, first_line
-
-AUTOMATIC_DEVICES = ("", "-1", "auto", "cuda")
 
 device_lock = threading.RLock()
 """Held while waiting for a whole device, and while a CUDA graph is recorded, which such waiting would spoil."""
@@ -73,7 +72,7 @@ def select_device(device: str | int | torch.device = "", batch_size: int = 0) ->
     Raises:
         ValueError: several devices, an unknown word, or a device this machine does not have.
     """
-    name = _device_name(device)
+    name = device_name(device)
     if "," in name:
         raise ValueError(f"--device {device}: one device only (no distributed training here), for example --device 0")
     if is_automatic(device):
@@ -102,18 +101,9 @@ def select_device(device: str | int | torch.device = "", batch_size: int = 0) ->
 
 def foreseen_device(device: str | int | torch.device = "") -> torch.device:
     """Return what :func:`select_device` is going to choose, without a word; the CPU where that refuses."""
-    index = "0" if is_automatic(device) else _device_name(device)
+    index = "0" if is_automatic(device) else device_name(device)
     is_there = index.isdecimal() and torch.cuda.is_available() and int(index) < torch.cuda.device_count()
     return torch.device(f"cuda:{index}" if is_there else "cpu")
-
-
-def is_automatic(device: str | int | torch.device) -> bool:
-    """Whether a value of ``--device`` leaves the choice to this program."""
-    return _device_name(device) in AUTOMATIC_DEVICES
-
-
-def _device_name(device: str | int | torch.device) -> str:
-    return str(device).strip().lower().removeprefix("cuda:")
 
 
 def _announce(device: torch.device, remark: str = "") -> torch.device:

@@ -82,16 +82,19 @@ def test_workers_start_on_the_announced_epoch(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
-def test_passes_that_repeat_give_the_same_and_are_prepared(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_batches_come_again_without_workers(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     loader = probe_loader(workers)
-    loader.repeat()
+    loader.keep()
     restarts = count_restarts(monkeypatch)
-    for _ in range(7):
-        assert [int(row) for batch in loader for row in batch[1][:, 5]] == list(range(16))
-    assert len(restarts) == (1 if workers else 7)
-    for _ in loader:
+    for _ in loader:  # a pass that is given up is not kept
         break
-    assert [int(row) for batch in loader for row in batch[1][:, 5]] == list(range(16))
+    first = list(loader)
+    assert [int(row) for batch in first for row in batch[1][:, 5]] == list(range(16))
+    assert loader.worker_pids() == []
+    assert not any(value.is_shared() for batch in first for value in batch[:2])  # that memory is scarce
+    for _ in range(2):
+        assert all(again is before for again, before in zip(loader, first, strict=True))
+    assert len(restarts) == 2
     loader.close()
 
 

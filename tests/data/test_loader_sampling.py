@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 
@@ -53,14 +51,6 @@ def test_stream_goes_on_with_the_announced_epoch_only() -> None:
     assert [plan.epoch for plan in stream.begun] == [5]
     assert stream.announced is None
     assert len(list(stream)) == 3
-
-
-def test_stream_may_repeat_without_end() -> None:
-    stream = BatchStream(5, 2, seed=3)
-    stream.repeats = True
-    batches = list(itertools.islice(stream, 10))
-    assert [key.index for batch in batches for key in batch] == [0, 1, 2, 3, 4] * 3 + [0, 1]
-    assert len(stream.begun) == 3
 
 
 def test_weighted_keys_tell_repetitions_and_partners() -> None:

@@ -551,6 +551,7 @@ def test_the_card_is_woken_for_weights_of_torch_before_anything_else(
 ) -> None:
     """Other formats may not run on it at all, and then it keeps its memory."""
     steps: list[str] = []
+    begun: list[str] = []
 
     class Started(Exception):
         """The detector is about to work."""
@@ -560,10 +561,13 @@ def test_the_card_is_woken_for_weights_of_torch_before_anything_else(
 
     monkeypatch.setattr("utils.runtime.foreseen_device", lambda device: f"cuda:{device}")
     monkeypatch.setattr("utils.runtime.wake", lambda device, rehearse: steps.append(device))
+    monkeypatch.setattr(detect_dual, "begin_context", lambda device: begun.append(device))
     monkeypatch.setattr(Detector, "run", run)
+    gc.unfreeze()  # what a training in this process has left
     with pytest.raises(Started):
         detect_dual.main(["--weights", str(tmp_path / name), "--device", "1"], is_script=is_script)
     assert steps == (["cuda:1"] if is_woken else [])
+    assert begun == (["1"] if is_woken and is_script else [])  # in a program that calls it torch is loaded already
     frozen = gc.get_freeze_count()
     gc.unfreeze()
     assert gc.isenabled() and bool(frozen) == is_script  # the garbage of a program that calls it is its own

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from tests.data.drawing import label_text, paint, write_set
+from utils.data.dataset import LoadImagesAndLabels, SampleKey
 from utils.data.pool import PoolSettings
 from utils.data.spec import load_data_spec
 from utils.files import write_yaml
 from utils.options import Hyp, TrainOptions
 from utils.train import loaders
-from utils.train.loaders import pool_settings, waits_whole
+from utils.train.loaders import fits_in_memory, pool_settings
 from utils.train.monitor import read_results
 from utils.train.trainer import Trainer
 
@@ -129,24 +130,39 @@ def test_a_training_whose_sets_are_one_folder_warns_once(
 
 
 @pytest.mark.parametrize(
-    ("pictures", "ahead", "imgsz", "expected"),
+    ("pictures", "imgsz", "free_gib", "expected"),
     [
-        (87, 176, 640, True),
-        (512, 512, 640, True),
-        (513, 512, 640, False),  # the network is busy for longer than the first batch takes
-        (87, 1024, 640, False),  # too much memory
-        (87, 0, 640, False),  # no workers
+        (87, 640, 64, True),
+        (873, 640, 64, True),
+        (874, 640, 64, False),
+        (87, 640, 1, True),
+        (200, 640, 1, False),
+        (87, 2560, 64, False),
     ],
 )
-def test_validation_sets_that_wait_for_the_next_validation(
-    pictures: int, ahead: int, imgsz: int, expected: bool
+def test_validation_sets_that_stay_in_memory(
+    monkeypatch: pytest.MonkeyPatch, pictures: int, imgsz: int, free_gib: int, expected: bool
 ) -> None:
-    class Loader:
-        dataset = range(pictures)
+    monkeypatch.setattr(loaders, "available_memory_bytes", lambda: free_gib << 30)
+    assert fits_in_memory(pictures, imgsz) == expected
 
-    loader = Loader()
-    loader.ahead = ahead
-    assert waits_whole(loader, imgsz) == expected
+
+@pytest.mark.parametrize(("free_bytes", "passes"), [(1 << 40, 1), (0, 4)])  # three epochs and the best weights
+def test_validation_reads_its_pictures_once_where_they_stay(
+    make_options: MakeOptions, monkeypatch: pytest.MonkeyPatch, free_bytes: int, passes: int
+) -> None:
+    monkeypatch.setattr(loaders, "available_memory_bytes", lambda: free_bytes)
+    trainer = Trainer(make_options(epochs=3, workers=0))
+    read: list[int] = []
+    get = type(trainer.val_set).__getitem__
+
+    def counted(self: LoadImagesAndLabels, key: SampleKey) -> object:
+        read.extend([key.index] if self is trainer.val_set else [])
+        return get(self, key)
+
+    monkeypatch.setattr(type(trainer.val_set), "__getitem__", counted)
+    trainer.fit()
+    assert sorted(read) == sorted(list(range(len(trainer.val_set))) * passes)
 
 
 def test_a_training_ends_its_workers_and_goes_with_its_last_name(make_options: MakeOptions) -> None:

@@ -71,7 +71,6 @@ class EpochLoader:
     ) -> None:
         self.dataset, self.num_workers, self.batch_size = dataset, workers, stream.batch_size
         self._pieces = Pieces(stream, piece) if workers and piece and piece < stream.batch_size else None
-        self.ahead = workers * prefetch * (piece or stream.batch_size)  # pictures that workers prepare
         self.composer, self._is_pool_filled = composer, False
         self._stream, self._weights = stream, weights
         self._maker = (BatchMaker if composer is None else PlanMaker)(dataset, quad=quad, seed=stream.seed)
@@ -91,6 +90,8 @@ class EpochLoader:
         self.stall = StallWatch(self.doing, getattr(dataset, "prefix", ""))
         self._watch = WorkerWatch(self.stall, getattr(dataset, "cut_files", None))
         self._parcels: Iterator[Parcel | Failure] | None = None
+        self._keeps = False
+        self._kept: list[Batch] | None = None
         self._is_between_epochs = False  # all batches of the last pass were taken, none of the next one
         self.set_epoch(0)
 
@@ -116,9 +117,12 @@ class EpochLoader:
         """
         self._stream.announced = self._plan(epoch, mosaic, image_weights)
 
-    def repeat(self) -> None:
-        """Let every pass give the same, as in validation: workers then prepare the next ones as far as they may."""
-        self._stream.repeats = True
+    def keep(self) -> None:
+        """Hold the batches of the next whole pass in memory; later passes give these, without workers, and no others.
+
+        For validation, which sees the same pictures again and again. Nobody may change what a batch holds.
+        """
+        self._keeps = True
 
     def fill_pool(self) -> None:
         """Let the workers decode what the composer's pool has to hold before the first batch; done when it is needed.
@@ -150,6 +154,20 @@ class EpochLoader:
         self._is_between_epochs = True
 
     def __iter__(self) -> Iterator[Batch | PlanBatch]:
+        if self._kept is not None:
+            yield from self._kept
+            return
+        kept = []
+        for batch in self._pass():
+            if self._keeps:
+                batch = _in_own_memory(batch)
+                kept.append(batch)
+            yield batch
+        if self._keeps:
+            self._kept = kept
+            self._end_workers()
+
+    def _pass(self) -> Iterator[Batch | PlanBatch]:
         begun = self._stream.begun
         if not (self._is_between_epochs and begun and self._stream.current.is_same(begun[0])):
             self.begin()
@@ -162,12 +180,15 @@ class EpochLoader:
 
     def close(self) -> None:
         """End the worker processes, by force where they do not; the loader cannot be used afterwards."""
+        self._end_workers()
+        self.composer = self._kept = self._loader = None
+
+    def _end_workers(self) -> None:
         with self._watch.ending():
             end_workers = getattr(self._parcels, "_shutdown_workers", None)
             if end_workers is not None:  # dropping it is not enough where an interruption's traceback holds it
                 end_workers()
-            self._parcels = self.composer = None
-            self._loader = None
+            self._parcels = None
 
     def __del__(self) -> None:
         if getattr(self, "_watch", None) is not None:  # else it was never complete
@@ -361,6 +382,12 @@ def _first_weights(dataset: LoadImagesAndLabels, nc: int | None) -> np.ndarray:
     labels = dataset.labels
     nc = nc or int(labels.values[:, 0].max(initial=0)) + 1
     return checked_weights(image_weights(labels, nc, class_weights(labels, nc) / nc), len(dataset))
+
+
+def _in_own_memory(batch: Batch) -> Batch:
+    """The batch with its tensors out of shared memory, which has to last for the next ones."""
+    images, targets, paths, shapes = batch
+    return *(value.clone() if value.is_shared() else value for value in (images, targets)), paths, shapes
 
 
 def _as_it_is(parcel: Parcel | Failure) -> Parcel | Failure:

@@ -43,8 +43,6 @@ class EpochPlan:
 class BatchStream(Sampler[list[SampleKey]]):
     """Lists of SampleKeys, one list per batch: those of `current`, then those of `announced` if there is one.
 
-    With `repeats` those of `current` come again and again.
-
     group is the number of pictures that belong together; a rest smaller than a group is left out of the epoch.
     `begun` holds the plans after `current` that the stream has started to hand out.
     """
@@ -63,7 +61,6 @@ class BatchStream(Sampler[list[SampleKey]]):
         self.seed, self.drop_last, self.group = seed % 2**63, drop_last, group
         self.current = EpochPlan()
         self.announced: EpochPlan | None = None
-        self.repeats = False
         self.begun: deque[EpochPlan] = deque()
 
     def __len__(self) -> int:
@@ -77,7 +74,6 @@ class BatchStream(Sampler[list[SampleKey]]):
         while plan is not None:
             yield from self.batches_of(plan)
             plan, self.announced = self.announced, None
-            plan = self.current if plan is None and self.repeats and len(self) else plan
             if plan is not None:
                 self.begun.append(plan)
 

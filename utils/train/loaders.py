@@ -6,6 +6,7 @@ import torch
 
 from utils.data.dataset import LoadImagesAndLabels
 from utils.data.loader import EpochLoader, create_dataloader
+from utils.data.memory import available_memory_bytes
 from utils.data.pool import PoolSettings
 from utils.data.scan import require_objects
 from utils.data.spec import DataSpec
@@ -14,7 +15,8 @@ from utils.log import LOGGER
 from utils.options import Hyp, TrainOptions
 
 LOADERS = 2  # that live side by side and share /dev/shm
-PREPARED_BYTES = 1 << 30  # of validation pictures that may wait while training goes on, on CUDA in page-locked memory
+KEPT_BYTES = 1 << 30  # of validation pictures that stay in memory, on CUDA page-locked
+KEPT_SHARE = 8  # of what is free they take at most such a part
 
 
 def make_loaders(
@@ -66,20 +68,19 @@ def make_loaders(
     val = create_dataloader(
         spec.val, imgsz, batch_size, stride, cache=cache, rect=True, pad=0.5, prefix="val: ", **common
     )
-    if waits_whole(val[0], imgsz):
-        val[0].repeat()
+    if fits_in_memory(len(val[1]), imgsz):
+        val[0].keep()
     train[0].stall.limit_s = val[0].stall.limit_s = options.stall_warning
     train[0].fill_pool()
     return train, val
 
 
-def waits_whole(loader: EpochLoader, imgsz: int) -> bool:
-    """Whether a whole pass fits into the batches that workers prepare ahead, and those take little memory.
+def fits_in_memory(pictures: int, imgsz: int) -> bool:
+    """Whether validation pictures of ``imgsz`` x ``imgsz`` take so little memory that they can be kept once decoded.
 
-    Then the next validation had better be prepared during training: the network is through with so few pictures before
-    workers that begin with the validation have made the first batch.
+    The network is through with so few pictures before loader processes have made the first batch of them.
     """
-    return len(loader.dataset) <= loader.ahead and loader.ahead * 3 * imgsz**2 <= PREPARED_BYTES
+    return pictures * 3 * imgsz**2 <= min(KEPT_BYTES, available_memory_bytes() // KEPT_SHARE)
 
 
 def idle_caches(options: TrainOptions) -> list[str]:

@@ -17,12 +17,13 @@ from models.graph import DetectionModel
 from models.published import find_weights
 from models.transfer import advice, name_differences, transfer_weights
 from utils.data.spec import DataSpec, load_data_spec
+from utils.driver import is_automatic
 from utils.files import REPO_ROOT, find_file
 from utils.kernels.check import fused_kernels_work
 from utils.log import LOGGER, counted
 from utils.options import YAML_SUFFIXES, Hyp, TrainOptions
 from utils.preflight import apply_alloc_conf, preflight
-from utils.runtime import is_automatic, refuse_distributed, select_device
+from utils.runtime import refuse_distributed, select_device
 from utils.train.loaders import check_device
 from utils.train.loss import ComputeLoss
 from utils.train.loss_check import kernel_obstacle
