@@ -245,6 +245,11 @@ def test_card_and_processor_agree(monkeypatch: pytest.MonkeyPatch, host_rows: in
     assert all(torch.equal(mine.cpu(), theirs) for mine, theirs in zip(found, expected, strict=True))
 
 
+def test_rounds_on_a_device_compare_a_bounded_number_of_boxes() -> None:
+    blocks = [nms._device_block(pictures) for pictures in (0, 1, 2, 8, 16, 32, 33, 64, 512, 1 << 20)]
+    assert blocks == [2048, 2048, 2048, 2048, 1024, 1024, 512, 512, 256, 128]
+
+
 def test_a_rehearsal_suppresses_something(monkeypatch: pytest.MonkeyPatch) -> None:
     """It goes through every step: boxes are found and thrown out."""
     found = []

@@ -7,6 +7,7 @@ processor.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,8 @@ from torch import Tensor
 
 MAX_CANDIDATES = 30_000  # rows per picture that enter the suppression, best first
 CROWDED = MAX_CANDIDATES // 4  # candidates of a picture, on average, from which the worst ones are cut off beforehand
-CPU_BLOCK, DEVICE_BLOCK = 128, 512  # candidates per picture and round: little work in vain, few rounds
+CPU_BLOCK = 128  # candidates per picture and round: little work in vain
+DEVICE_BLOCKS, DEVICE_PAIRS = (128, 2048), 1 << 25  # there: few rounds, but no more pairs of boxes at a time than this
 HOST_ROWS = 1024  # up to so many candidates of a batch are suppressed by the processor: launching kernels takes longer
 PASSES = 3  # over a block between two looks at the result on a device, where looking costs more than a pass
 
@@ -183,18 +185,22 @@ def _greedy(
     boxes = torch.cat((found.corners, found.corners.new_zeros(1, 4)))
     label = torch.zeros_like(found.label) if agnostic else found.label
     label = torch.cat((label, label.new_full((1,), -1)))
-    block = CPU_BLOCK if device.type == "cpu" else DEVICE_BLOCK
+    block = CPU_BLOCK if device.type == "cpu" else _device_block(len(start))
     steps = torch.arange(block, device=device)
     chosen = torch.full((len(start), max_det + 1), total, device=device)  # the last column takes what is too much
     kept = torch.zeros_like(start)
     done = 0
     while len(active := ((kept < max_det) & (start + done < end)).nonzero()[:, 0]):
-        index = start[active, None] + done + steps  # (b, block)
+        index = start[active, None] + done + steps  # (b, M)
         is_real = index < end[active, None]
         index = torch.where(is_real, index, total)
         prior = chosen[active, : min(done, max_det)]  # (b, k)
-        beaten = _overlapping(boxes[prior], label[prior], boxes[index], label[index], iou_thres).any(1)
-        survives = _resolve(boxes[index], label[index], is_real & ~beaten, iou_thres)
+        front = torch.cat((prior, index), 1)
+        conflict = _overlapping(
+            boxes[front], label[front], boxes[index], label[index], iou_thres
+        )  # (b, k + block, block)
+        beaten, inner = conflict[:, : prior.shape[1]].any(1), conflict[:, prior.shape[1] :].triu(1)
+        survives = _resolve(inner, is_real & ~beaten)
         place = kept[active, None] + survives.cumsum(1) - 1
         chosen[active[:, None], torch.where(survives, place.clamp(max=max_det), max_det)] = index
         kept[active] = (kept[active] + survives.sum(1)).clamp(max=max_det)
@@ -202,17 +208,26 @@ def _greedy(
     return chosen[:, :max_det], kept
 
 
-def _resolve(boxes: Tensor, label: Tensor, is_free: Tensor, iou_thres: float) -> Tensor:
-    """Return which candidates of a block survive each other, (b, M); ``is_free`` are those nothing beat before.
+def _device_block(pictures: int) -> int:
+    """Return how many candidates of each picture are compared in a round on a device."""
+    least, most = DEVICE_BLOCKS
+    return min(max(1 << int(math.log2(math.sqrt(DEVICE_PAIRS / max(pictures, 1)))), least), most)
+
+
+def _resolve(conflict: Tensor, is_free: Tensor) -> Tensor:
+    """Return which candidates of a block survive each other, (b, M).
 
     A candidate goes if a survivor in front of it overlaps it. Started with all of them, this rule settles after as
     many passes as the longest chain of candidates that depend on each other, and then is the greedy result.
+
+    Args:
+        conflict: (b, M, M) whether a row overlaps the column, which stands behind it.
+        is_free: (b, M) candidates that nothing beat before.
     """
-    conflict = _overlapping(boxes, label, boxes, label, iou_thres).triu(1)  # (b, M, M): row in front of column
     survives = is_free
     while True:
         before = survives
-        for _ in range(1 if boxes.device.type == "cpu" else PASSES):
+        for _ in range(1 if conflict.device.type == "cpu" else PASSES):
             before, survives = survives, is_free & ~(conflict & survives[:, :, None]).any(1)
         if torch.equal(before, survives):
             return survives

@@ -19,6 +19,7 @@ from models.graph import DetectionModel
 from models.heads import lead_prediction
 from models.runners import lead_output
 from tests.reference.tiny import save_tiny_dual
+from utils.evaluate.validator import _evaluating
 from utils.files import write_yaml
 
 ort = pytest.importorskip("onnxruntime")
@@ -86,6 +87,13 @@ def test_pt_file_gives_the_lead_prediction(weights: Path, dual: DetectionModel) 
     assert (detector.stride, detector.static_shape, detector.batch_size, detector.fp16) == (32, None, None, False)
     assert detector.names == {0: "bolt", 1: "nut", 2: "washer"}
     assert type(detector.runner.model.head).__name__ == "DDetect"
+
+
+def test_a_validation_leaves_the_detector_ready(weights: Path) -> None:
+    detector = DetectMultiBackend(weights)
+    with _evaluating(detector):
+        pass
+    assert not any(module.training for module in detector.modules())
 
 
 def test_unfused_pt_file_is_bit_equal(weights: Path, dual: DetectionModel) -> None:
