@@ -71,6 +71,22 @@ def _activation(act: bool | nn.Module) -> nn.Module:
     return act if isinstance(act, nn.Module) else nn.Identity()
 
 
+class _Conv2d(nn.Conv2d):
+    """Draws no initial values on the meta device: there is nowhere to put them, and it is half of the time."""
+
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
+
+class _BatchNorm2d(nn.BatchNorm2d):
+    """Sets no initial values on the meta device either."""
+
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
+
 @known_as("models.common")
 class Conv(nn.Module):
     """Convolution without bias, batch norm, activation.
@@ -92,8 +108,9 @@ class Conv(nn.Module):
         act: bool | nn.Module = True,
     ) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(c1, c2, k, s, same_padding(k, p, d), groups=g, dilation=d, bias=False)
-        self.bn = nn.BatchNorm2d(c2)
+        self.conv = _Conv2d(c1, c2, k, s, same_padding(k, p, d), groups=g, dilation=d, bias=False)
+        self.bn = _BatchNorm2d(c2)
+        self.conv.__class__, self.bn.__class__ = nn.Conv2d, nn.BatchNorm2d  # which they are once they are made
         self.act = _activation(act)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -246,8 +246,8 @@ def test_card_and_processor_agree(monkeypatch: pytest.MonkeyPatch, host_rows: in
 
 
 def test_rounds_on_a_device_compare_a_bounded_number_of_boxes() -> None:
-    blocks = [nms._device_block(pictures) for pictures in (0, 1, 2, 8, 16, 32, 33, 64, 512, 1 << 20)]
-    assert blocks == [2048, 2048, 2048, 2048, 1024, 1024, 512, 512, 256, 128]
+    blocks = [nms._device_block(pictures) for pictures in (0, 1, 4, 5, 16, 17, 64, 65, 512, 1 << 20)]
+    assert blocks == [2048, 2048, 2048, 1024, 1024, 512, 512, 256, 128, 128]
 
 
 def test_a_rehearsal_suppresses_something(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 MAX_CANDIDATES = 30_000  # rows per picture that enter the suppression, best first
 CROWDED = MAX_CANDIDATES // 4  # candidates of a picture, on average, from which the worst ones are cut off beforehand
 CPU_BLOCK = 128  # candidates per picture and round: little work in vain
-DEVICE_BLOCKS, DEVICE_PAIRS = (128, 2048), 1 << 25  # there: few rounds, but no more pairs of boxes at a time than this
+DEVICE_BLOCKS, DEVICE_PAIRS = (128, 2048), 1 << 24  # there: few rounds, but no more pairs of boxes at a time than this
 HOST_ROWS = 1024  # up to so many candidates of a batch are suppressed by the processor: launching kernels takes longer
 PASSES = 3  # over a block between two looks at the result on a device, where looking costs more than a pass
 

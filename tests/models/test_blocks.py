@@ -58,6 +58,32 @@ def test_output_shape_and_gradient(block, shape):
     assert x.grad is not None and bool(x.grad.abs().sum() > 0)
 
 
+def test_initial_values_are_those_of_torch():
+    torch.manual_seed(3)
+    block = Conv(8, 12, 3)
+    torch.manual_seed(3)
+    conv, norm = nn.Conv2d(8, 12, 3, padding=1, bias=False), nn.BatchNorm2d(12)
+    assert type(block.conv) is nn.Conv2d and type(block.bn) is nn.BatchNorm2d
+    assert torch.equal(block.conv.weight, conv.weight)
+    assert all(torch.equal(value, norm.state_dict()[key]) for key, value in block.bn.state_dict().items())
+
+
+def test_no_values_are_drawn_where_there_is_no_room_for_them(monkeypatch: pytest.MonkeyPatch):
+    drawn = []
+    monkeypatch.setattr(nn.init, "kaiming_uniform_", lambda *_, **__: drawn.append(1))
+    monkeypatch.setattr(nn.init, "ones_", lambda *_: drawn.append(1))
+    with torch.device("meta"):
+        block = Conv(8, 12, 3)
+    assert not drawn and {key: tuple(value.shape) for key, value in block.state_dict().items()} == {
+        "conv.weight": (12, 8, 3, 3),
+        **{f"bn.{name}": (12,) for name in ("weight", "bias", "running_mean", "running_var")},
+        "bn.num_batches_tracked": (),
+    }
+    block.to_empty(device="cpu")
+    block.conv.reset_parameters()  # torch's own, which draws
+    assert drawn
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"), [((3,), 1), ((5, None, 2), 4), ((1,), 0), (([3, 5],), [1, 2]), ((3, 0), 0)]
 )

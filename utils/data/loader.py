@@ -82,7 +82,7 @@ class EpochLoader:
             num_workers=workers,
             prefetch_factor=prefetch if workers else None,
             persistent_workers=workers > 0,
-            pin_memory=self._pins and self._pieces is None,  # pieces are copied once, when they are joined
+            pin_memory=self._pins,  # pieces too: a thread takes them from the workers while other work goes on
             collate_fn=_as_it_is,
             worker_init_fn=init_worker,
             multiprocessing_context=multiprocessing_context if workers else None,
