@@ -4,6 +4,7 @@
 # What each program prints goes to OUT/PART.txt, rows of the table to bench/RECORDS.md.
 #   PICTURES  folder of pictures that the training files are cut from (else they are drawn)
 #   SMALL     data YAML of a small set, for `small`
+#   WEIGHTS   weights trained on that set, whose validation is measured then
 #   CLIPS     folder of videos, for `detect` (else one is made)
 #   PYTHON    interpreter with the packages
 set -uo pipefail
@@ -45,6 +46,7 @@ for part in $parts; do
         small)
             if [ -n "${SMALL:-}" ]; then
                 measure 90 bench.epoch --data "$SMALL" --cfg yolov9-s.yaml --batch 32 --record
+                [ -z "${WEIGHTS:-}" ] || measure 60 bench.validation --data "$SMALL" --weights "$WEIGHTS" --record
             else
                 echo "SMALL names no data YAML" >"$out/small.txt"
             fi
