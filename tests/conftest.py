@@ -10,10 +10,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from scripts.make_shapes import make_shapes
 
 REPO_ROOT = Path(__file__).resolve().parents[1]
+# tests assert results, never how long something takes: a busy machine would fail them
+settings.register_profile("results", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("results")
 
 
 @pytest.hookimpl(hookwrapper=True)

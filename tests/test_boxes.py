@@ -132,7 +132,7 @@ def test_ciou_of_known_pairs(first: tuple, second: tuple, expected: float) -> No
     assert value.item() == pytest.approx(expected, abs=1e-6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(box, box)
 def test_overlaps_match_the_oracle(first: tuple, second: tuple) -> None:
     a, b = (torch.tensor([x], dtype=torch.float64) for x in (first, second))
@@ -142,7 +142,7 @@ def test_overlaps_match_the_oracle(first: tuple, second: tuple) -> None:
     assert boxes.box_iou(a, b).item() == pytest.approx(oracle.iou(first, second), abs=1e-6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(box, box)
 def test_overlaps_are_symmetric_and_bounded(first: tuple, second: tuple) -> None:
     a, b = (torch.tensor([x], dtype=torch.float64) for x in (first, second))
@@ -155,7 +155,7 @@ def test_overlaps_are_symmetric_and_bounded(first: tuple, second: tuple) -> None
     assert boxes.bbox_iou(a, a, xywh=False, CIoU=True).item() == pytest.approx(1, abs=1e-5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(box, min_size=1, max_size=4), st.integers(1, 2000), st.integers(1, 2000))
 def test_formats_are_inverses(rows: list[tuple], width: int, height: int) -> None:
     corners = np.array(rows)
@@ -165,7 +165,7 @@ def test_formats_are_inverses(rows: list[tuple], width: int, height: int) -> Non
     np.testing.assert_allclose(boxes.xyxy2xywhn(torch.from_numpy(corners), width, height), normalised, atol=1e-12)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(10, 1500), st.integers(10, 1500))
 def test_scaling_undoes_a_letterbox(width: int, height: int) -> None:
     gain = min(640 / height, 640 / width)

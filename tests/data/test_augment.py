@@ -269,7 +269,7 @@ def test_settings_from_mapping_object_and_nothing() -> None:
 unit = st.floats(0, 1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     boxes=st.lists(st.tuples(unit, unit, unit, unit), min_size=1, max_size=8),
     seed=st.integers(0, 10_000),

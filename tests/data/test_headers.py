@@ -106,7 +106,7 @@ def test_damage() -> None:
     assert "checksum" in (png_damage(bytes(wrong)) or "")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.sampled_from([JPEG, PNG, encode(paint(), ".webp"), encode(paint(), ".tiff")]), st.data())
 def test_no_bytes_are_too_strange(data: bytes, draw: st.DataObject) -> None:
     damaged = bytearray(data[: draw.draw(st.integers(0, len(data)))])

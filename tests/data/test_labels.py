@@ -246,7 +246,7 @@ def test_rectangle_goes_round_the_box() -> None:
     np.testing.assert_allclose(points, [(0.4, 0.1), (0.6, 0.1), (0.6, 0.7), (0.4, 0.7)], atol=1e-6)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.floats(-2, 2), min_size=4, max_size=16))
 def test_whatever_is_accepted_lies_in_the_picture(values: list[float]) -> None:
     label = parse_label_text("0 " + " ".join(map(repr, values)))
@@ -258,7 +258,7 @@ def test_whatever_is_accepted_lies_in_the_picture(values: list[float]) -> None:
     assert np.isfinite(label.boxes).all()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.text(max_size=80))
 def test_no_text_is_too_strange(text: str) -> None:
     label = parse_label_text(text)
@@ -301,13 +301,13 @@ def check_outcome(label: LabelFile) -> None:
     assert all(problem.line >= 1 and problem.kind for problem in label.problems)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(TEXT)
 def test_any_rows_give_clean_boxes_or_named_problems(text: str) -> None:
     check_outcome(parse_label_text(text))
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     data=st.one_of(st.binary(max_size=200), st.tuples(TEXT, st.sampled_from(ENCODINGS)).map(lambda p: encoded(*p))),
 )
@@ -317,7 +317,7 @@ def test_any_bytes_give_clean_boxes_or_named_problems(tmp_path: Path, data: byte
     check_outcome(read_label_file(path))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.one_of(st.binary(max_size=120), TEXT.map(lambda text: encoded(text, "utf-8"))))
 def test_the_scan_names_file_and_line_of_whatever_it_refuses(tmp_path: Path, data: bytes) -> None:
     image, label = tmp_path / "a.png", tmp_path / "a.txt"

@@ -19,7 +19,7 @@ from utils.data.workers import LoaderError
 
 
 @given(st.integers(0, 50), st.integers(1, 20), st.integers(1, 20))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_pieces_are_even_and_in_order(length: int, batch_size: int, size: int) -> None:
     stream = BatchStream(length, batch_size)
     pieces = Pieces(stream, size)

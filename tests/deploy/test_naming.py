@@ -58,7 +58,7 @@ FOLDERS = st.lists(st.tuples(PIECES, SUFFIXES).map("".join).filter(_is_name), ma
 INPUTS = st.tuples(st.builds(lambda folders, file: Path(*folders, file), FOLDERS, FILES), st.booleans())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(INPUTS, min_size=1, max_size=12), st.lists(INPUTS, max_size=6), st.integers(1, 4))
 def test_no_two_files_meet(first: list, second: list, copies: int) -> None:
     """Also in a second run into the same folder, where the inputs of the first keep their names."""

@@ -73,7 +73,7 @@ def test_classes_outside_the_matrix_are_left_out():
     assert matrix.matrix.tolist() == [[1, 2], [0, 0]]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 10_000), objects=st.integers(0, 8), count=st.integers(0, 12))
 def test_every_label_and_every_confident_prediction_is_counted_once(seed, objects, count):
     labels, detections = random_scene(seed, objects, count)

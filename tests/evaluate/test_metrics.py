@@ -139,7 +139,7 @@ def test_any_thresholds_and_labels_that_fit_equally_well(thresholds):
         assert found.tolist() == match_by_definition(detections.tolist(), labels.tolist(), thresholds.tolist())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 10_000), objects=st.integers(0, 9), count=st.integers(0, 15), classes=st.integers(1, 3))
 def test_matching_invariants(seed, objects, count, classes):
     labels, detections = random_scene(seed, objects, count, classes)
@@ -200,7 +200,7 @@ def test_a_batch_without_images_or_rows():
         assert match.correct.shape == (0, 10) and match.pairs.shape == (0, 2)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(hits=st.lists(st.booleans(), min_size=1, max_size=30), extra=st.integers(0, 5))
 def test_area_equals_the_definition(hits, extra):
     total = sum(hits) + extra or 1
@@ -211,7 +211,7 @@ def test_area_equals_the_definition(hits, extra):
     assert 0 <= area <= 1
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 1000))
 def test_order_of_the_rows_does_not_matter(seed):
     rng = np.random.default_rng(seed)

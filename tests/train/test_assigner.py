@@ -86,7 +86,7 @@ def test_pieces_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch, seed: 
         assert torch.equal(getattr(whole, name), getattr(pieces, name)), name
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 10**6), st.integers(0, 8), st.integers(0, 8))
 def test_invariants(seed: int, first: int, second: int) -> None:
     case = draw(seed, (first, second), slots=8)

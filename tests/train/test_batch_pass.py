@@ -141,7 +141,8 @@ def test_padding_rows_change_nothing() -> None:
     images, targets = random_batch(4)
     exact, padded = make_pass(), make_pass()
     rows = torch.cat((targets, torch.zeros(50, 6)))
-    assert torch.equal(exact(images, targets), padded(images, rows))
+    # but for the order in which sums are taken, which depends on the number of threads too
+    torch.testing.assert_close(exact(images, targets), padded(images, rows), rtol=1e-6, atol=0)
     for a, b in zip(gradients(exact.model), gradients(padded.model), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
