@@ -3,7 +3,7 @@
     python -m bench.validation --data bccd.yaml --weights best.pt --passes 9 --record
 
 Loader, network and figures are those of ``val_dual.py`` without plots. A pass counts from the first batch asked for to
-the printed table. Before each there is a rest, in which loader processes begin to read, as they do in ``val_dual.py``
+its figures. Before each there is a rest, in which loader processes begin to read, as they do in ``val_dual.py``
 while the network warms up; ``--cold`` lets them begin with the pass, ``--kept`` has the pictures of an earlier pass in
 memory, as trainings with few validation pictures. The first passes, in which kernels are loaded and passes of the
 network recorded, are shown but not counted.
@@ -72,9 +72,8 @@ def measure(arguments: argparse.Namespace) -> tuple[list[float], str]:
     if arguments.kept:
         loader.keep()
     waiting = WaitingLoader(loader)
-    validator = Validator(
-        waiting, names=spec.names, device=device, half=arguments.half, replay=Replay(keeps_results=False)
-    )
+    replay = Replay(is_off=not model.pt, keeps_results=False)
+    validator = Validator(waiting, names=spec.names, device=device, half=arguments.half, replay=replay)
     rates = []
     try:
         for number in range(WARM_UP + arguments.passes):
@@ -89,16 +88,16 @@ def measure(arguments: argparse.Namespace) -> tuple[list[float], str]:
             print(f"pass {number}: {rates[-1]:.0f} img/s", flush=True)
     finally:
         loader.close()
-    return rates[WARM_UP:], share(seconds, waiting.wait_s, result, len(dataset))
+    return rates[WARM_UP:], describe_parts(seconds, waiting.wait_s, result, len(dataset))
 
 
-def share(seconds: float, wait_s: float, result: ValResult, pictures: int) -> str:
+def describe_parts(seconds: float, wait_s: float, result: ValResult, pictures: int) -> str:
     """Milliseconds of a pass by what they went to."""
     copied, network, suppression = (each * pictures for each in result.speed_ms)
-    rest = 1000 * (seconds - wait_s) - copied - network - suppression
+    figures = 1000 * (seconds - wait_s) - copied - network - suppression
     return (
-        f"{1000 * seconds:.0f} ms a pass: {1000 * wait_s:.0f} waiting for pictures, {copied:.0f} copying them, "
-        f"{network:.0f} network, {suppression:.0f} suppression, {rest:.0f} matching and figures; "
+        f"{1000 * seconds:.0f} ms in the last pass: {1000 * wait_s:.0f} waiting for pictures, "
+        f"{copied:.0f} copying them, {network:.0f} network, {suppression:.0f} suppression, {figures:.0f} matching and figures; "
         f"mAP50 {result.map50:.3f}"
     )
 

@@ -98,7 +98,7 @@ class DetectMultiBackend(nn.Module):
             self._do_without(absent, path)
         self.static_shape, self.batch_size = self.runner.static_shape, self.runner.batch_size
         self.built_in_nms = self.runner.built_in_nms
-        self.eval()  # so that whoever puts it back into the mode that it came in leaves it as it is
+        self.eval()  # else a validation would put it back into training mode
 
     def _open(self, path: Path, dnn: bool, names: Any, fp16: bool, fuse: bool) -> Runner:
         if self.pt:

@@ -71,20 +71,20 @@ def _activation(act: bool | nn.Module) -> nn.Module:
     return act if isinstance(act, nn.Module) else nn.Identity()
 
 
-class _Conv2d(nn.Conv2d):
-    """Draws no initial values on the meta device: there is nowhere to put them, and it is half of the time."""
+class _NoMetaValues(nn.Module):
+    """Draws no initial values on the meta device: there is nowhere to put them, and it takes time."""
 
     def reset_parameters(self) -> None:
         if not self.weight.is_meta:
             super().reset_parameters()
 
 
-class _BatchNorm2d(nn.BatchNorm2d):
-    """Sets no initial values on the meta device either."""
+class _Conv2d(_NoMetaValues, nn.Conv2d):
+    """A convolution while it is made."""
 
-    def reset_parameters(self) -> None:
-        if not self.weight.is_meta:
-            super().reset_parameters()
+
+class _BatchNorm2d(_NoMetaValues, nn.BatchNorm2d):
+    """A batch norm while it is made."""
 
 
 @known_as("models.common")

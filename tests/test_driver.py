@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from utils import driver
-from utils.driver import begin_context, device_name, is_automatic
+from utils.driver import begin_context, is_automatic, short_device
 
 REPO_ROOT = Path(__file__).resolve().parents[1]
 
@@ -29,11 +29,11 @@ class FakeDriver:
         self.calls.append("init")
         return self.initialised
 
-    def cuDeviceGet(self, device: object, index: int) -> int:  # noqa: N802
+    def cuDeviceGet(self, device: object, index: int) -> int:  # noqa: N802 - as above
         device._obj.value = 100 + index
         return 0 if index < 2 else 101
 
-    def cuDevicePrimaryCtxRetain(self, context: object, device: ctypes.c_int) -> int:  # noqa: N802
+    def cuDevicePrimaryCtxRetain(self, context: object, device: ctypes.c_int) -> int:  # noqa: N802 - as above
         self.calls.append(device.value)
         return 0
 
@@ -46,11 +46,12 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[object]]:
         fake = FakeDriver(initialised)
         monkeypatch.setattr(driver.ctypes, "CDLL", lambda name: fake)
         monkeypatch.setattr(driver, "_is_torch_for_cuda", lambda: is_for_cuda)
-        monkeypatch.delenv("CUDA_MODULE_LOADING", raising=False)
+        monkeypatch.setenv("CUDA_MODULE_LOADING", "")  # so that it will be as it was
+        monkeypatch.delenv("CUDA_MODULE_LOADING")
         thread = begin_context(device)
         if thread is not None:
             thread.join()
-            assert os.environ["CUDA_MODULE_LOADING"] == "LAZY"
+            assert os.environ["CUDA_MODULE_LOADING"] == "LAZY"  # else old drivers load every kernel at once
         return fake.calls
 
     return call
@@ -91,12 +92,15 @@ def test_it_is_known_whether_torch_is_for_cuda() -> None:
 
 
 def test_torch_is_not_loaded_for_it() -> None:
-    code = "import sys, utils.driver as driver; driver.begin_context('cpu'); assert 'torch' not in sys.modules"
+    code = (
+        "import sys, utils.driver as driver; thread = driver.begin_context('0'); thread and thread.join(); "
+        "driver._is_torch_for_cuda(); assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], cwd=REPO_ROOT, check=True)
 
 
 def test_names_of_devices() -> None:
-    assert [device_name(text) for text in ("cuda:1", " CPU ", 2, torch.device("cuda:3"))] == ["1", "cpu", "2", "3"]
+    assert [short_device(text) for text in ("cuda:1", " CPU ", 2, torch.device("cuda:3"))] == ["1", "cpu", "2", "3"]
     assert all(map(is_automatic, ("", "auto", "cuda", -1)))
     assert not any(map(is_automatic, ("0", 0, "cpu", "cuda:0")))
 

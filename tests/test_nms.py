@@ -245,13 +245,13 @@ def test_card_and_processor_agree(monkeypatch: pytest.MonkeyPatch, host_rows: in
     assert all(torch.equal(mine.cpu(), theirs) for mine, theirs in zip(found, expected, strict=True))
 
 
-def test_rounds_on_a_device_compare_a_bounded_number_of_boxes() -> None:
+def test_rounds_on_a_device_are_as_large_as_the_number_of_pictures_allows() -> None:
     blocks = [nms._device_block(pictures) for pictures in (0, 1, 4, 5, 16, 17, 64, 65, 512, 1 << 20)]
     assert blocks == [2048, 2048, 2048, 1024, 1024, 512, 512, 256, 128, 128]
 
 
 def test_a_rehearsal_suppresses_something(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It goes through every step: boxes are found and thrown out."""
+    """Boxes are chosen and thrown out, in both ways in which they may be chosen."""
     found = []
     suppress = nms._suppress
 

@@ -1,4 +1,4 @@
-"""What a GPU's driver can begin on while Python still loads torch. Nothing here loads torch itself."""
+"""The device that is asked for, and what its driver can begin on while torch is loaded. Works without torch."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ LIBRARY = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
 TORCH_LIBRARIES = ("libtorch_cuda.so", "torch_cuda.dll")  # one of which a torch for CUDA has
 
 
-def device_name(device: object) -> str:
+def short_device(device: object) -> str:
     """Return a value of ``--device`` in its short form: ``''``, ``cpu``, ``0`` …"""
     return str(device).strip().lower().removeprefix("cuda:")
 
 
 def is_automatic(device: object) -> bool:
     """Whether a value of ``--device`` leaves the choice to this program."""
-    return device_name(device) in AUTOMATIC_DEVICES
+    return short_device(device) in AUTOMATIC_DEVICES
 
 
 def begin_context(device: object = "") -> threading.Thread | None:
@@ -30,9 +30,10 @@ def begin_context(device: object = "") -> threading.Thread | None:
     Torch then finds it made: it uses the one primary context of a device that all of a process share. Returns None
     where no GPU is chosen or torch has no use for one. What goes wrong is left for torch to report.
     """
-    index = "0" if is_automatic(device) else device_name(device)
+    index = "0" if is_automatic(device) else short_device(device)
     if not index.isdecimal() or not _is_torch_for_cuda():
         return None
+    os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch does: kernels are loaded when first used
     thread = threading.Thread(target=_make_context, args=(int(index),), name="driver")
     thread.start()
     return thread
@@ -49,7 +50,6 @@ def _is_torch_for_cuda() -> bool:
 def _make_context(index: int) -> None:
     """Retain the primary context of device ``index`` until the process ends (CUDA driver API)."""
     with contextlib.suppress(OSError, AttributeError):  # no driver, or a library of that name that is none
-        os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch does: kernels are loaded when first used
         driver = ctypes.CDLL(LIBRARY)
         device, context = ctypes.c_int(), ctypes.c_void_p()
         if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), index) == 0:

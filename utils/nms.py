@@ -17,7 +17,7 @@ from torch import Tensor
 MAX_CANDIDATES = 30_000  # rows per picture that enter the suppression, best first
 CROWDED = MAX_CANDIDATES // 4  # candidates of a picture, on average, from which the worst ones are cut off beforehand
 CPU_BLOCK = 128  # candidates per picture and round: little work in vain
-DEVICE_BLOCKS, DEVICE_PAIRS = (128, 2048), 1 << 24  # there: few rounds, but no more pairs of boxes at a time than this
+DEVICE_BLOCKS, DEVICE_PAIRS = (128, 2048), 1 << 24  # on a device: few rounds, of about so many pairs within a block
 HOST_ROWS = 1024  # up to so many candidates of a batch are suppressed by the processor: launching kernels takes longer
 PASSES = 3  # over a block between two looks at the result on a device, where looking costs more than a pass
 
@@ -100,7 +100,7 @@ def non_max_suppression(
 
 
 def rehearse_suppression(device: torch.device) -> None:
-    """Suppress a few boxes of ``device``: a GPU loads each operation when it is first used, 5 ms and more for each."""
+    """Choose candidates on ``device`` and suppress them: a GPU loads each operation when it is first used."""
     prediction = torch.full((1, 6, 64), 0.5, device=device)  # the same box, by two classes, again and again
     non_max_suppression(prediction)
     non_max_suppression(prediction, multi_label=True)

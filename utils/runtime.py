@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from utils.driver import device_name, is_automatic
+from utils.driver import is_automatic, short_device
 from utils.log import LOGGER, first_line
 
 device_lock = threading.RLock()
@@ -72,7 +72,7 @@ def select_device(device: str | int | torch.device = "", batch_size: int = 0) ->
     Raises:
         ValueError: several devices, an unknown word, or a device this machine does not have.
     """
-    name = device_name(device)
+    name = short_device(device)
     if "," in name:
         raise ValueError(f"--device {device}: one device only (no distributed training here), for example --device 0")
     if is_automatic(device):
@@ -101,7 +101,7 @@ def select_device(device: str | int | torch.device = "", batch_size: int = 0) ->
 
 def foreseen_device(device: str | int | torch.device = "") -> torch.device:
     """Return what :func:`select_device` is going to choose, without a word; the CPU where that refuses."""
-    index = "0" if is_automatic(device) else device_name(device)
+    index = "0" if is_automatic(device) else short_device(device)
     is_there = index.isdecimal() and torch.cuda.is_available() and int(index) < torch.cuda.device_count()
     return torch.device(f"cuda:{index}" if is_there else "cpu")
 

@@ -94,7 +94,19 @@ def test_kept_batches_come_again_without_workers(workers: int, monkeypatch: pyte
     assert not any(value.is_shared() for batch in first for value in batch[:2])  # that memory is scarce
     for _ in range(2):
         assert all(again is before for again, before in zip(loader, first, strict=True))
+    loader.begin()  # there is nothing to prepare
+    assert list(loader) == first
     assert len(restarts) == 2
+    loader.close()
+
+
+def test_only_whole_passes_are_kept() -> None:
+    loader = probe_loader(2)
+    batches = iter(loader)
+    next(batches)
+    loader.keep()
+    assert len(list(batches)) == 7
+    assert len(list(loader)) == len(list(loader)) == 8
     loader.close()
 
 

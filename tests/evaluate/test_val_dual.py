@@ -18,7 +18,7 @@ import val_dual
 from models.checkpoint import Checkpoint, save_checkpoint
 from models.graph import DetectionModel
 from models.replay import Replay
-from utils.data.loader import create_dataloader
+from utils.data.loader import EpochLoader, create_dataloader
 from utils.data.spec import load_data_spec
 from utils.evaluate import plots, tasks
 from utils.evaluate.validator import Validator
@@ -103,6 +103,17 @@ def test_weights_of_both_heads_agree_with_themselves(shapes_dataset, weights, mo
     unfused = Validator(loader, names=model.names, device="cpu", max_det=4, loss_fn=ComputeLoss(model)).run(model)
     assert unfused.summary()[:4] == pytest.approx(result.summary()[:4], abs=0.02)
     assert all(loss > 0 for loss in unfused.losses)
+
+
+def test_pictures_are_read_while_the_network_warms_up(shapes_dataset, weights, tmp_path, monkeypatch):
+    steps, begin = [], EpochLoader.begin
+    monkeypatch.setattr(EpochLoader, "begin", lambda loader: (steps.append("begin"), begin(loader))[1])
+    monkeypatch.setattr(tasks.DetectMultiBackend, "warmup", lambda *_: steps.append("warm up"))
+    measure(shapes_dataset, weights("gelan-t"), tmp_path, workers=2)
+    assert steps == ["begin", "warm up"]  # and no second pass is begun
+    steps.clear()
+    measure(shapes_dataset, weights("gelan-t"), tmp_path, slice_size=64)
+    assert steps == ["warm up"]
 
 
 def test_only_networks_of_torch_are_replayed(shapes_dataset, weights, tmp_path, monkeypatch):

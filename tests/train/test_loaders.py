@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,7 +19,7 @@ from utils.data.spec import load_data_spec
 from utils.files import write_yaml
 from utils.options import Hyp, TrainOptions
 from utils.train import loaders
-from utils.train.loaders import fits_in_memory, pool_settings
+from utils.train.loaders import pool_settings, stays_in_memory
 from utils.train.monitor import read_results
 from utils.train.trainer import Trainer
 
@@ -130,21 +131,27 @@ def test_a_training_whose_sets_are_one_folder_warns_once(
 
 
 @pytest.mark.parametrize(
-    ("pictures", "imgsz", "free_gib", "expected"),
+    ("pictures", "side", "free_gib", "expected"),
     [
-        (87, 640, 64, True),
-        (873, 640, 64, True),
-        (874, 640, 64, False),
-        (87, 640, 1, True),
-        (200, 640, 1, False),
-        (87, 2560, 64, False),
+        (87, 672, 64, True),
+        (792, 672, 64, True),  # 1.00 GiB
+        (793, 672, 64, False),
+        (87, 672, 1, True),
+        (200, 672, 1, False),
+        (87, 2592, 64, False),
+        (1, 2**14, 64, True),
+        (1, 2**16, 64, False),  # more than 32 bits can tell
     ],
 )
 def test_validation_sets_that_stay_in_memory(
-    monkeypatch: pytest.MonkeyPatch, pictures: int, imgsz: int, free_gib: int, expected: bool
+    monkeypatch: pytest.MonkeyPatch, pictures: int, side: int, free_gib: int, expected: bool
 ) -> None:
+    class Pictures:
+        batch_shapes = np.array([[side, side], [32, 32]], np.int32)
+        batch_index = np.zeros(pictures, int)
+
     monkeypatch.setattr(loaders, "available_memory_bytes", lambda: free_gib << 30)
-    assert fits_in_memory(pictures, imgsz) == expected
+    assert stays_in_memory(Pictures()) == expected
 
 
 @pytest.mark.parametrize(("free_bytes", "passes"), [(1 << 40, 1), (0, 4)])  # three epochs and the best weights

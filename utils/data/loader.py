@@ -92,7 +92,7 @@ class EpochLoader:
         self._parcels: Iterator[Parcel | Failure] | None = None
         self._keeps = False
         self._kept: list[Batch] | None = None
-        self._is_between_epochs = False  # all batches of the last pass were taken, none of the next one
+        self._is_between_epochs = False  # no batch of the next pass was taken
         self.set_epoch(0)
 
     def __len__(self) -> int:
@@ -147,6 +147,8 @@ class EpochLoader:
 
     def begin(self) -> None:
         """Let the workers start on the next pass while this process prepares something else."""
+        if self._kept is not None:
+            return
         if not self._is_pool_filled:
             self.fill_pool()
         self._restart()
@@ -157,15 +159,15 @@ class EpochLoader:
         if self._kept is not None:
             yield from self._kept
             return
+        if not self._keeps:
+            yield from self._pass()
+            return
         kept = []
         for batch in self._pass():
-            if self._keeps:
-                batch = _in_own_memory(batch)
-                kept.append(batch)
-            yield batch
-        if self._keeps:
-            self._kept = kept
-            self._end_workers()
+            kept.append(_in_own_memory(batch))
+            yield kept[-1]
+        self._kept = kept
+        self._end_workers()
 
     def _pass(self) -> Iterator[Batch | PlanBatch]:
         begun = self._stream.begun

@@ -44,7 +44,7 @@ class BatchStream(Sampler[list[SampleKey]]):
     """Lists of SampleKeys, one list per batch: those of `current`, then those of `announced` if there is one.
 
     group is the number of pictures that belong together; a rest smaller than a group is left out of the epoch.
-    `begun` holds the plans after `current` that the stream has started to hand out.
+    `begun` holds the plans that the stream has started to hand out ahead of their pass.
     """
 
     def __init__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from utils.data.dataset import LoadImagesAndLabels
@@ -15,8 +16,8 @@ from utils.log import LOGGER
 from utils.options import Hyp, TrainOptions
 
 LOADERS = 2  # that live side by side and share /dev/shm
-KEPT_BYTES = 1 << 30  # of validation pictures that stay in memory, on CUDA page-locked
-KEPT_SHARE = 8  # of what is free they take at most such a part
+VAL_KEPT_BYTES = 1 << 30  # of validation pictures that stay in memory
+VAL_FREE_SHARE = 8  # they take at most this part of what is free: an eighth
 
 
 def make_loaders(
@@ -68,19 +69,21 @@ def make_loaders(
     val = create_dataloader(
         spec.val, imgsz, batch_size, stride, cache=cache, rect=True, pad=0.5, prefix="val: ", **common
     )
-    if fits_in_memory(len(val[1]), imgsz):
+    if stays_in_memory(val[1]):
         val[0].keep()
     train[0].stall.limit_s = val[0].stall.limit_s = options.stall_warning
     train[0].fill_pool()
     return train, val
 
 
-def fits_in_memory(pictures: int, imgsz: int) -> bool:
-    """Whether validation pictures of ``imgsz`` x ``imgsz`` take so little memory that they can be kept once decoded.
+def stays_in_memory(dataset: LoadImagesAndLabels) -> bool:
+    """Whether pictures in rectangles take so little memory that a validation set may be kept as the network sees it.
 
-    The network is through with so few pictures before loader processes have made the first batch of them.
+    Making batches of them anew takes longer than the network does, for small sets several times as long.
     """
-    return pictures * 3 * imgsz**2 <= min(KEPT_BYTES, available_memory_bytes() // KEPT_SHARE)
+    rectangles = dataset.batch_shapes[dataset.batch_index]  # (N, 2) height, width
+    size = 3 * int(rectangles.astype(np.int64).prod(1).sum())
+    return size <= min(VAL_KEPT_BYTES, available_memory_bytes() // VAL_FREE_SHARE)
 
 
 def idle_caches(options: TrainOptions) -> list[str]:
