@@ -27,7 +27,7 @@ from utils.data.loader import EpochLoader, create_dataloader
 from utils.data.spec import load_data_spec
 from utils.evaluate.validator import Validator, ValResult
 from utils.log import LOGGER
-from utils.runtime import limit_threads, select_device, synchronise
+from utils.runtime import check_img_size, limit_threads, select_device, synchronise
 
 WARM_UP = PLAIN_CALLS + 2  # passes, so that each shape of a batch is recorded
 
@@ -60,7 +60,7 @@ def measure(arguments: argparse.Namespace) -> tuple[list[float], str]:
     model = DetectMultiBackend(arguments.weights, device=device, data=arguments.data, cuda_graphs=False)
     loader, dataset = create_dataloader(
         spec.split(arguments.split),
-        arguments.img,
+        int(check_img_size(arguments.img, model.stride)),
         arguments.batch,
         model.stride,
         pad=0.5,
@@ -97,8 +97,8 @@ def describe_parts(seconds: float, wait_s: float, result: ValResult, pictures: i
     figures = 1000 * (seconds - wait_s) - copied - network - suppression
     return (
         f"{1000 * seconds:.0f} ms in the last pass: {1000 * wait_s:.0f} waiting for pictures, "
-        f"{copied:.0f} copying them, {network:.0f} network, {suppression:.0f} suppression, {figures:.0f} matching and figures; "
-        f"mAP50 {result.map50:.3f}"
+        f"{copied:.0f} copying them, {network:.0f} network, {suppression:.0f} suppression, "
+        f"{figures:.0f} matching and figures; mAP50 {result.map50:.3f}"
     )
 
 
@@ -120,6 +120,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     begin.add_argument("--kept", action="store_true", help="pictures stay in memory")
     parser.add_argument("--record", action="store_true", help="add a row to RECORDS.md")
     arguments = parser.parse_args(argv)
+    if min(arguments.passes, arguments.batch) < 1 or arguments.rest < 0:
+        parser.error("--passes and --batch have to be at least 1, --rest at least 0")
     LOGGER.setLevel(logging.WARNING)
     limit_threads()
     rates, parts = measure(arguments)

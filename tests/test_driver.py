@@ -65,6 +65,7 @@ def test_the_first_device_is_taken_without_a_number(device: object, begin: Calla
 def test_the_chosen_device_is_taken(begin: Callable[..., list[object]]) -> None:
     assert begin("1") == ["init", 101]
     assert begin("7") == ["init"]  # torch will say that there is none
+    assert begin("4294967296") == begin("1" * 5000) == []
 
 
 @pytest.mark.parametrize("device", ["cpu", "mps", "0,1", "gpu", "½", "--"])
@@ -85,6 +86,14 @@ def test_a_missing_driver_is_left_to_torch(monkeypatch: pytest.MonkeyPatch, erro
     monkeypatch.setattr(driver.ctypes, "CDLL", load)
     monkeypatch.setattr(driver, "_is_torch_for_cuda", lambda: True)
     begin_context("0").join()  # pytest makes an exception of the thread an error
+
+
+def test_a_driver_that_hangs_does_not_delay_the_end() -> None:
+    code = (
+        "import threading, utils.driver as driver; driver._is_torch_for_cuda = lambda: True; "
+        "driver._make_context = lambda index: threading.Event().wait(); assert driver.begin_context('0').is_alive()"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=REPO_ROOT, check=True, timeout=60)
 
 
 def test_it_is_known_whether_torch_is_for_cuda() -> None:

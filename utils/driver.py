@@ -11,6 +11,7 @@ from pathlib import Path
 
 AUTOMATIC_DEVICES = ("", "-1", "auto", "cuda")
 LIBRARY = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
+MOST_DIGITS = 3  # of a device's number; torch refuses larger ones
 TORCH_LIBRARIES = ("libtorch_cuda.so", "torch_cuda.dll")  # one of which a torch for CUDA has
 
 
@@ -28,13 +29,14 @@ def begin_context(device: object = "") -> threading.Thread | None:
     """Let the driver make the context of the GPU that ``--device`` chooses, in a thread beside whatever comes next.
 
     Torch then finds it made: it uses the one primary context of a device that all of a process share. Returns None
-    where no GPU is chosen or torch has no use for one. What goes wrong is left for torch to report.
+    where no GPU is chosen or torch has no use for one. What goes wrong is left for torch to report, and the end of the
+    process does not wait for a driver that hangs.
     """
     index = "0" if is_automatic(device) else short_device(device)
-    if not index.isdecimal() or not _is_torch_for_cuda():
+    if not index.isdecimal() or len(index) > MOST_DIGITS or not _is_torch_for_cuda():
         return None
     os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch does: kernels are loaded when first used
-    thread = threading.Thread(target=_make_context, args=(int(index),), name="driver")
+    thread = threading.Thread(target=_make_context, args=(int(index),), name="driver", daemon=True)
     thread.start()
     return thread
 

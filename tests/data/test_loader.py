@@ -100,6 +100,22 @@ def test_kept_batches_come_again_without_workers(workers: int, monkeypatch: pyte
     loader.close()
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_pass_ends_where_another_one_begins(workers: int, is_kept: bool) -> None:
+    loader = probe_loader(workers)
+    if is_kept:
+        loader.keep()
+    for start in (loader.begin, lambda: next(iter(loader))):
+        given_up = iter(loader)
+        next(given_up)
+        start()
+        with pytest.raises(RuntimeError, match="another one has begun"):
+            next(given_up)
+    assert [int(row) for batch in loader for row in batch[1][:, 5]] == list(range(16))
+    loader.close()
+
+
 def test_only_whole_passes_are_kept() -> None:
     loader = probe_loader(2)
     batches = iter(loader)

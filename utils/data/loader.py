@@ -90,7 +90,7 @@ class EpochLoader:
         self.stall = StallWatch(self.doing, getattr(dataset, "prefix", ""))
         self._watch = WorkerWatch(self.stall, getattr(dataset, "cut_files", None))
         self._parcels: Iterator[Parcel | Failure] | None = None
-        self._keeps = False
+        self._restarts, self._keeps = 0, False
         self._kept: list[Batch] | None = None
         self._is_between_epochs = False  # no batch of the next pass was taken
         self.set_epoch(0)
@@ -146,7 +146,10 @@ class EpochLoader:
         self._is_pool_filled = is_whole
 
     def begin(self) -> None:
-        """Let the workers start on the next pass while this process prepares something else."""
+        """Let the workers start on the next pass while this process prepares something else.
+
+        A pass that is under way is given up: who goes on with it gets a RuntimeError.
+        """
         if self._kept is not None:
             return
         if not self._is_pool_filled:
@@ -174,8 +177,10 @@ class EpochLoader:
         if not (self._is_between_epochs and begun and self._stream.current.is_same(begun[0])):
             self.begin()
         begun.popleft()
-        self._is_between_epochs = False
+        self._is_between_epochs, restarts = False, self._restarts
         for number in range(len(self)):
+            if restarts != self._restarts:
+                raise RuntimeError("this pass of the loader was given up: another one has begun since")
             batch = self._take()
             self._is_between_epochs = number == len(self) - 1
             yield batch
@@ -216,6 +221,7 @@ class EpochLoader:
 
     def _restart(self) -> None:
         """Begin with the first batch of the current plan; batches under way are dropped."""
+        self._restarts += 1
         if self._parcels is None or not self.num_workers:
             with self._watch.starting():
                 self._parcels = iter(self._loader)
