@@ -65,7 +65,7 @@ def _fonts_below(folder: Path) -> list[Path]:
 @functools.lru_cache(maxsize=2 * MAX_FONTS)
 def _font(path: Path, size: int) -> ImageFont.FreeTypeFont | None:
     try:
-        return ImageFont.truetype(str(path), size)
+        return ImageFont.FreeTypeFont(str(path), size)  # `truetype` looks for another file of that name as well
     except OSError as error:
         _failures.warn(f"font {path}", f"font {path} cannot be used ({error})")
         return None
