@@ -13,8 +13,17 @@ from bench import validation
 from bench.validation import WaitingLoader
 from tests.reference.tiny import save_tiny_dual
 from utils.data.loader import EpochLoader
+from utils.log import LOGGER
 
 NUMBER = r"(-?[\d.]+)"
+
+
+@pytest.fixture(autouse=True)
+def loud_again() -> Iterator[None]:
+    """The program silences the log of its process."""
+    level = LOGGER.level
+    yield
+    LOGGER.setLevel(level)
 
 
 @pytest.mark.slow
