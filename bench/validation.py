@@ -15,42 +15,21 @@ import argparse
 import logging
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from bench.records import append_record
 from models.backend import DetectMultiBackend
 from models.replay import PLAIN_CALLS, Replay
-from utils.data.batching import Batch
-from utils.data.loader import EpochLoader, create_dataloader
+from utils.data.loader import create_dataloader
+from utils.data.prefetch import DevicePrefetcher
 from utils.data.spec import load_data_spec
 from utils.evaluate.validator import Validator, ValResult
 from utils.log import LOGGER
 from utils.runtime import check_img_size, limit_threads, select_device, synchronise
 
 WARM_UP = PLAIN_CALLS + 2  # passes, so that each shape of a batch is recorded
-
-
-class WaitingLoader:
-    """A loader that counts the seconds its batches were waited for."""
-
-    def __init__(self, loader: EpochLoader) -> None:
-        self.loader, self.dataset = loader, loader.dataset
-        self.wait_s = 0.0
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __iter__(self) -> Iterator[Batch]:
-        self.wait_s, batches = 0.0, iter(self.loader)
-        while True:
-            asked = time.perf_counter()
-            batch = next(batches, None)
-            self.wait_s += time.perf_counter() - asked
-            if batch is None:
-                return
-            yield batch
 
 
 def measure(arguments: argparse.Namespace) -> tuple[list[float], str]:
@@ -71,7 +50,7 @@ def measure(arguments: argparse.Namespace) -> tuple[list[float], str]:
     )
     if arguments.kept:
         loader.keep()
-    waiting = WaitingLoader(loader)
+    waiting = DevicePrefetcher(loader, torch.device("cpu"))  # counts the waits and moves nothing
     replay = Replay(is_off=not model.pt, keeps_results=False)
     validator = Validator(waiting, names=spec.names, device=device, half=arguments.half, replay=replay)
     rates = []

@@ -25,6 +25,12 @@ def is_automatic(device: object) -> bool:
     return short_device(device) in AUTOMATIC_DEVICES
 
 
+def asked_index(device: object) -> int | None:
+    """Return the number of the CUDA device that ``--device`` asks for; None where it asks for anything else."""
+    index = "0" if is_automatic(device) else short_device(device)
+    return int(index) if index.isdecimal() and len(index) <= MOST_DIGITS else None
+
+
 def begin_context(device: object = "") -> threading.Thread | None:
     """Let the driver make the context of the GPU that ``--device`` chooses, in a thread beside whatever comes next.
 
@@ -32,11 +38,11 @@ def begin_context(device: object = "") -> threading.Thread | None:
     where no GPU is chosen or torch has no use for one. What goes wrong is left for torch to report, and the end of the
     process does not wait for a driver that hangs.
     """
-    index = "0" if is_automatic(device) else short_device(device)
-    if not index.isdecimal() or len(index) > MOST_DIGITS or not _is_torch_for_cuda():
+    index = asked_index(device)
+    if index is None or not _is_torch_for_cuda():
         return None
     os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch does: kernels are loaded when first used
-    thread = threading.Thread(target=_make_context, args=(int(index),), name="driver", daemon=True)
+    thread = threading.Thread(target=_make_context, args=(index,), name="driver", daemon=True)
     thread.start()
     return thread
 

@@ -196,9 +196,8 @@ def _greedy(
         index = torch.where(is_real, index, total)
         prior = chosen[active, : min(done, max_det)]  # (b, k)
         front = torch.cat((prior, index), 1)
-        conflict = _overlapping(
-            boxes[front], label[front], boxes[index], label[index], iou_thres
-        )  # (b, k + block, block)
+        # (b, k + M, M): row in front of column
+        conflict = _overlapping(boxes[front], label[front], boxes[index], label[index], iou_thres)
         beaten, inner = conflict[:, : prior.shape[1]].any(1), conflict[:, prior.shape[1] :].triu(1)
         survives = _resolve(inner, is_real & ~beaten)
         place = kept[active, None] + survives.cumsum(1) - 1

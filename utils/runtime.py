@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from utils.driver import is_automatic, short_device
+from utils.driver import asked_index, is_automatic, short_device
 from utils.log import LOGGER, first_line
 
 device_lock = threading.RLock()
@@ -101,8 +101,8 @@ def select_device(device: str | int | torch.device = "", batch_size: int = 0) ->
 
 def foreseen_device(device: str | int | torch.device = "") -> torch.device:
     """Return what :func:`select_device` is going to choose, without a word; the CPU where that refuses."""
-    index = "0" if is_automatic(device) else short_device(device)
-    is_there = index.isdecimal() and torch.cuda.is_available() and int(index) < torch.cuda.device_count()
+    index = asked_index(device)
+    is_there = index is not None and torch.cuda.is_available() and index < torch.cuda.device_count()
     return torch.device(f"cuda:{index}" if is_there else "cpu")
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from bench import validation
-from bench.validation import WaitingLoader
 from tests.reference.tiny import save_tiny_dual
 from utils.data.loader import EpochLoader
 from utils.log import LOGGER
@@ -56,24 +54,3 @@ def test_a_pass_and_its_parts(
     assert 0 < least <= median <= most
     names = ("waiting", "copying", "network", "suppression", "matching")
     assert min(float(re.search(rf"{NUMBER} {name}", line)[1]) for name in names) >= 0
-
-
-def test_waiting_for_batches_is_counted() -> None:
-    class Slow:
-        dataset = None
-
-        def __iter__(self) -> Iterator[int]:
-            for number in range(4):
-                time.sleep(0.02)
-                yield number
-
-    loader = WaitingLoader(Slow())
-    for _ in range(2):
-        taken = []
-        for number in loader:
-            time.sleep(0.02)  # work on it, which is no waiting
-            taken.append(number)
-        assert taken == list(range(4)) and loader.wait_s >= 0.08
-        started = time.perf_counter()
-        list(loader)
-        assert loader.wait_s <= time.perf_counter() - started
